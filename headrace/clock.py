@@ -1,0 +1,87 @@
+"""Time as a collaborator, so that tests own it.
+
+`Clock.now()` is monotonic seconds; `wait(seconds)` suspends a coroutine. `Deadline` is a point on such a clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.errors import DeadlineExceeded
+
+
+class Clock(Protocol):
+    """What a core needs of time."""
+
+    def now(self) -> float: ...
+
+    async def wait(self, seconds: float) -> None: ...
+
+
+class SystemClock:
+    """The machine's monotonic clock."""
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return time.monotonic()
+
+    async def wait(self, seconds: float) -> None:
+        """Suspends the calling task for `seconds`."""
+        await asyncio.sleep(seconds)
+
+
+class FakeClock:
+    """A clock that moves only when a test says so."""
+
+    def __init__(self, start: float = 1000.0):
+        self._now = start
+        self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
+
+    def now(self) -> float:
+        """The time that `advance` has reached."""
+        return self._now
+
+    async def wait(self, seconds: float) -> None:
+        """Suspends until `advance` passes the wake-up time."""
+        if seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        future = asyncio.get_running_loop().create_future()
+        self._sleepers.append((self._now + seconds, future))
+        await future
+
+    async def advance(self, seconds: float) -> None:
+        """Moves time forward and lets everyone who was due run."""
+        self._now += seconds
+        due = [entry for entry in self._sleepers if entry[0] <= self._now]
+        self._sleepers = [entry for entry in self._sleepers if entry[0] > self._now]
+        for _, future in sorted(due, key=lambda entry: entry[0]):
+            if not future.done():
+                future.set_result(None)
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """The one deadline of a request: `at` is a reading of `clock`, in monotonic seconds."""
+
+    clock: Clock
+    at: float
+
+    @classmethod
+    def after(cls, clock: Clock, seconds: float) -> Deadline:
+        """A deadline `seconds` from now."""
+        return cls(clock, clock.now() + seconds)
+
+    def left_s(self) -> float:
+        """Seconds left; zero once it has passed."""
+        return max(0.0, self.at - self.clock.now())
+
+    def check(self, what: str) -> None:
+        """Raises DeadlineExceeded, naming `what` was being waited for, once the deadline has passed."""
+        if self.clock.now() >= self.at:
+            raise DeadlineExceeded(f"deadline passed while waiting for {what}")
