@@ -1,0 +1,1 @@
+"""What made `models/tiny`: tokenizer, data, model, training run, export and the check of the export."""
