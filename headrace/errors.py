@@ -1,24 +1,24 @@
 """Every error Headrace raises on purpose. The class says whose move it is.
 
-    HeadraceError
-    ├── CallerError                the caller must change the request; retrying as it is cannot help
-    │   ├── InvalidRequest         INVALID_ARGUMENT      names the field
-    │   ├── AlreadyExists          ALREADY_EXISTS        this request id is running
-    │   └── NotFound               NOT_FOUND             no such reservation, request or key
-    ├── RetryLater                 the same call may succeed later, or elsewhere
-    │   ├── Overloaded             RESOURCE_EXHAUSTED    a bounded queue or pool is full; carries a retry hint
-    │   ├── Unavailable            UNAVAILABLE           draining, starting, or no worker of that kind
-    │   ├── StaleEpoch             FAILED_PRECONDITION   addressed to an earlier life of this process
-    │   └── StaleAttempt           ABORTED               an older attempt, or one whose reservation has ended
-    ├── DeadlineExceeded           DEADLINE_EXCEEDED     the one deadline of the request has passed
-    ├── Cancelled                  CANCELLED             the caller left
-    ├── TransferError              UNAVAILABLE           KV bytes could not be moved; a new attempt may
-    ├── ManifestMismatch           DATA_LOSS             what arrived is not what was pushed; a new attempt may
-    └── OurFault                   the operator must act; retrying cannot help
-        ├── ConfigError            INVALID_ARGUMENT      a setting, named by its path
-        ├── CheckpointError        FAILED_PRECONDITION   a model directory we cannot serve, and why
-        ├── LayoutMismatch         FAILED_PRECONDITION   two workers whose KV layouts differ were paired
-        └── InternalError          INTERNAL              a broken promise of our own
+HeadraceError
+├── CallerError                the caller must change the request; retrying as it is cannot help
+│   ├── InvalidRequest         INVALID_ARGUMENT      names the field
+│   ├── AlreadyExists          ALREADY_EXISTS        this request id is running
+│   └── NotFound               NOT_FOUND             no such reservation, request or key
+├── RetryLater                 the same call may succeed later, or elsewhere
+│   ├── Overloaded             RESOURCE_EXHAUSTED    a bounded queue or pool is full; carries a retry hint
+│   ├── Unavailable            UNAVAILABLE           draining, starting, or no worker of that kind
+│   ├── StaleEpoch             FAILED_PRECONDITION   addressed to an earlier life of this process
+│   └── StaleAttempt           ABORTED               an older attempt, or one whose reservation has ended
+├── DeadlineExceeded           DEADLINE_EXCEEDED     the one deadline of the request has passed
+├── Cancelled                  CANCELLED             the caller left
+├── TransferError              UNAVAILABLE           KV bytes could not be moved; a new attempt may
+├── ManifestMismatch           DATA_LOSS             what arrived is not what was pushed; a new attempt may
+└── OurFault                   the operator must act; retrying cannot help
+    ├── ConfigError            INVALID_ARGUMENT      a setting, named by its path
+    ├── CheckpointError        FAILED_PRECONDITION   a model directory we cannot serve, and why
+    ├── LayoutMismatch         FAILED_PRECONDITION   two workers whose KV layouts differ were paired
+    └── InternalError          INTERNAL              a broken promise of our own
 """
 
 from __future__ import annotations

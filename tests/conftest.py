@@ -1,0 +1,24 @@
+"""Options and fixtures every test may use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--full` runs the counts the acceptance list names instead of those that fit a laptop's patience."""
+    parser.addoption("--full", action="store_true", help="full counts, as in `make test-full`")
+
+
+@pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether full counts were asked for."""
+    return bool(request.config.getoption("--full"))
+
+
+@pytest.fixture(scope="session")
+def tiny_directory() -> Path:
+    """The shipped checkpoint."""
+    return Path(__file__).resolve().parent.parent / "models" / "tiny"
