@@ -1,0 +1,310 @@
+"""The `mooncake` transfer: one Mooncake Transfer Engine a rank, its whole pool registered as one region.
+
+What shaped this file, seen with 0.3.13.post1 over TCP:
+
+- The synchronous calls spin on a core until the last byte is acknowledged. Submitting and looking with short naps moves
+  the same bytes for a third to a half of the CPU, so a push never calls them.
+- Destroying the engine is the only thing that stops a late write, and its destructor holds Python's lock while it waits
+  up to 1 s for a thread that sleeps in `accept`. `_hang_up` wakes that thread, and the whole fence takes milliseconds.
+- The data port is not authenticated: a writer that remembers an old session's port could reach a later engine of the same
+  process, whose pool has the same addresses, if that engine were given the same port. So ports are not used twice.
+- An engine never forgets what it learned about a peer. A source whose push failed therefore takes a new engine.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headrace.config import environment_value
+from headrace.errors import ConfigError, TransferError
+from headrace.transfer.base import (
+    FAILED,
+    TIMEOUT,
+    PoolGeometry,
+    RowRun,
+    TargetDescriptor,
+    check_push,
+    geometry_of,
+    refused,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "mooncake"
+WINDOW = 128
+"""Runs of one push that are under way at once; the engine refuses more than 1,024 queued for a peer."""
+SHORTEST_NAP_S, LONGEST_NAP_S = 20e-6, 200e-6
+OPEN_TRIES = 32
+
+_opening = threading.Lock()
+"""Held while an engine opens, so that the sockets that appear are known to be its own."""
+_used_ports: collections.deque[int] = collections.deque(maxlen=512)
+"""Ports of engines that this process has closed, the last 256 engines of them."""
+
+
+def mooncake_environment(
+    *, min_port: int = 21000, max_port: int = 22999, timeout_s: int = 5, force_tcp: bool = True
+) -> dict[str, str]:
+    """What must be in the environment before Mooncake's library is loaded; it reads most of this once.
+
+    min_port, max_port  listening ports, two an engine, picked at random; keep them below the ephemeral range
+    timeout_s           silence of a peer, seconds; Mooncake's minimum is 5
+    force_tcp           on hosts without a NIC or link that Mooncake should use instead; tested for presence, so left out
+    MC_LOG_DIR is never set: with it 0.3.13.post1 aborts the process while it loads.
+    """
+    values = {
+        "MC_TRANSFER_TIMEOUT": str(timeout_s),
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(timeout_s),
+        "MC_TCP_STATUS_TIMEOUT_SEC": str(timeout_s),
+        "MC_TCP_ENABLE_CONNECTION_POOL": "1",
+        "MC_LOG_LEVEL": "ERROR",
+        "MC_MIN_RPC_PORT": str(min_port),
+        "MC_MAX_RPC_PORT": str(max_port),
+    }
+    return values | ({"MC_FORCE_TCP": "1"} if force_tcp else {})
+
+
+@functools.cache
+def why_not_mooncake() -> str | None:
+    """None when Mooncake's library loads on this host, else one sentence."""
+    try:
+        import mooncake.engine  # noqa: F401
+    except ImportError as error:
+        if "libibverbs" in str(error):
+            return (
+                f"Mooncake needs libibverbs even for TCP ({error}); on Debian and Ubuntu: apt-get install libibverbs1"
+            )
+        return f"Mooncake does not load: {error}"
+    return None
+
+
+class MooncakeTarget:
+    """A pool that Mooncake sources may write."""
+
+    def __init__(self, pool: torch.Tensor, host: str):
+        self._pool, self._host = pool, host
+        self._geometry = geometry_of(pool)
+        self._lock = threading.Lock()
+        self._engine: _Engine | None = _Engine(self._geometry, host)
+
+    def descriptor(self) -> TargetDescriptor:
+        """As TransferTarget. Raises TransferError once closed."""
+        engine = self._engine
+        if engine is None:
+            raise TransferError("this transfer target is closed", reason=FAILED)
+        return self._geometry.describe(BACKEND, engine.session)
+
+    def fence(self) -> TargetDescriptor:
+        """As TransferTarget. The old session ends even when no new one can be opened; then this target is closed."""
+        with self._lock:
+            if self._engine is None:
+                raise TransferError("this transfer target is closed", reason=FAILED)
+            old, self._engine = self._engine, None
+            try:
+                self._engine = _Engine(self._geometry, self._host)
+            finally:
+                old.close()
+            return self.descriptor()
+
+    def close(self) -> None:
+        """As TransferTarget."""
+        with self._lock:
+            engine, self._engine = self._engine, None
+            if engine is not None:
+                engine.close()
+
+
+class MooncakeSource:
+    """Writes rows of a pool into Mooncake targets, one push at a time."""
+
+    def __init__(
+        self, pool: torch.Tensor, host: str, *, timeout_s: float = 5.0, now: Callable[[], float] = time.monotonic
+    ):
+        """`timeout_s`: one push at most, plus a second for each GB."""
+        self._pool, self._host, self._timeout_s, self._now = pool, host, timeout_s, now
+        self._geometry = geometry_of(pool)
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._silent_until: dict[str, float] = {}
+        self._engine: _Engine | None = _Engine(self._geometry, host)
+
+    def push(self, target: TargetDescriptor, layer: int, runs: Sequence[RowRun], *, tag: bytes = b"") -> int:
+        """As TransferSource. A session that timed out is refused for `timeout_s`: others need not wait for it again."""
+        num_bytes = check_push(BACKEND, self._geometry, target, layer, runs)
+        pieces = [self._piece(target, layer, run) for run in runs]
+        with self._lock:
+            if self._closing.is_set():
+                raise refused("this transfer source is closed")
+            if self._now() < self._silent_until.get(target.session, 0.0):
+                raise refused(f"{target.session} did not answer a moment ago")
+            engine = self._engine or self._reopen()
+            try:
+                engine.write(target.session, pieces, self._timeout_s + num_bytes * 1e-9, self._closing)
+            except TransferError as error:
+                self._after_failure(target.session, error)
+                raise TransferError(f"{_label(tag)}layer {layer}: {error}", reason=error.reason) from error
+        return num_bytes
+
+    def close(self) -> None:
+        """As TransferSource."""
+        self._closing.set()
+        with self._lock:
+            engine, self._engine = self._engine, None
+            if engine is not None:
+                engine.close()
+
+    def _piece(self, target: TargetDescriptor, layer: int, run: RowRun) -> tuple[int, int, int]:
+        there = target.base_address + layer * target.layer_stride_bytes + run.target_row * target.row_bytes
+        return self._geometry.address(layer, run.source_row), there, run.num_rows * target.row_bytes
+
+    def _after_failure(self, session: str, error: TransferError) -> None:
+        """Drop the engine with all it remembers and has queued; the next push opens another."""
+        now = self._now()
+        self._silent_until = {name: until for name, until in self._silent_until.items() if until > now}
+        if error.reason == TIMEOUT:
+            self._silent_until[session] = now + self._timeout_s
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def _reopen(self) -> _Engine:
+        self._engine = _Engine(self._geometry, self._host)
+        return self._engine
+
+
+class _Engine:
+    """One Mooncake engine and the pool registered with it."""
+
+    def __init__(self, geometry: PoolGeometry, host: str):
+        _check_environment()
+        self._vendor, self.session, self._ports = _open(geometry, f"[{host}]" if ":" in host else host)
+
+    def write(
+        self, session: str, pieces: Sequence[tuple[int, int, int]], limit_s: float, closing: threading.Event
+    ) -> None:
+        """Write (source address, target address, bytes) pieces; returns when all are applied. Raises TransferError."""
+        deadline = time.monotonic() + limit_s
+        under_way: collections.deque[int] = collections.deque()
+        for source, there, num_bytes in pieces:
+            if len(under_way) == WINDOW:
+                self._settle(under_way.popleft(), session, deadline, closing)
+            ticket = self._vendor.transfer_submit_write(session, source, there, num_bytes)
+            if ticket == 0:
+                raise TransferError(f"no answer from session {session}", reason=FAILED)
+            under_way.append(ticket)
+        while under_way:
+            self._settle(under_way.popleft(), session, deadline, closing)
+
+    def _settle(self, ticket: int, session: str, deadline: float, closing: threading.Event) -> None:
+        nap = SHORTEST_NAP_S
+        while (state := self._vendor.transfer_check_status(ticket)) == 0:
+            if closing.is_set():
+                raise TransferError("this transfer source is closing", reason=FAILED)
+            if time.monotonic() > deadline:
+                raise TransferError(f"session {session} did not answer in time", reason=TIMEOUT)
+            time.sleep(nap)
+            nap = min(nap * 2, LONGEST_NAP_S)
+        if state != 1:
+            raise TransferError(f"session {session} is gone or refused the write", reason=FAILED)
+
+    def close(self) -> None:
+        """End it: when this returns nothing listens and no connection is left. Raises TransferError if something does."""
+        _hang_up(self._ports)
+        self._vendor = None  # the last reference: the destructor runs here, and joins the engine's threads
+        _used_ports.extend(self._ports)
+        left = [port for port, _ in _own_listeners() if port in self._ports]
+        if left:
+            raise TransferError(f"the engine of session {self.session} still listens on {left}", reason=FAILED)
+
+
+def _open(geometry: PoolGeometry, host: str) -> tuple[Any, str, frozenset[int]]:
+    """An engine with the pool registered, its session, and its listening ports."""
+    reason = why_not_mooncake()
+    if reason:
+        raise ConfigError(reason, field="transfer.backend")
+    with _opening:
+        vendor, ports = _start(host)
+    code = vendor.register_memory(geometry.base_address, geometry.total_bytes)
+    if code != 0:
+        raise TransferError(f"Mooncake cannot register {geometry.total_bytes} bytes: code {code}", reason=FAILED)
+    return vendor, f"{host}:{vendor.get_rpc_port()}", ports
+
+
+def _start(host: str) -> tuple[Any, frozenset[int]]:
+    """An engine on ports that no closed engine of this process had, and those ports. `_opening` is held."""
+    from mooncake.engine import TransferEngine
+
+    for _ in range(OPEN_TRIES):
+        before = {port for port, _ in _own_listeners()}
+        vendor = TransferEngine()
+        if vendor.initialize(host, "P2PHANDSHAKE", "tcp", "") != 0:
+            raise TransferError(f"Mooncake cannot start an engine for host {host}", reason=FAILED)
+        ports = frozenset({port for port, _ in _own_listeners()} - before | {vendor.get_rpc_port()})
+        if ports.isdisjoint(_used_ports):
+            return vendor, ports
+        _hang_up(ports)
+        del vendor
+    raise TransferError("no unused port for a transfer engine; widen transfer.min_port..max_port", reason=FAILED)
+
+
+def _hang_up(ports: frozenset[int]) -> None:
+    """Break every connection to these ports of ours, and make the thread that accepts on them look around at once.
+
+    That thread polls a flag between `accept` calls of 1 s each, and the engine's destructor waits for it. A shorter
+    time-out for the calls to come, and one connection to end the present one, make that wait about a millisecond.
+    """
+    for port, connection in _own_sockets():
+        if port not in ports:
+            continue
+        with contextlib.suppress(OSError):
+            if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 1000))
+            else:
+                connection.shutdown(socket.SHUT_RDWR)
+    for port in ports:
+        for family, loopback in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as knock:
+                knock.settimeout(0.1)
+                knock.connect((loopback, port))
+
+
+def _own_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """(local port, socket) of every TCP socket of this process; each socket is a duplicate, closed after its turn."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6):
+                        yield connection.getsockname()[1], connection
+
+
+def _own_listeners() -> Iterator[tuple[int, int]]:
+    """(port, file number) of every listening TCP socket of this process."""
+    for port, connection in _own_sockets():
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            yield port, connection.fileno()
+
+
+def _check_environment() -> None:
+    """Raise ConfigError unless `mooncake_environment` was applied: Mooncake's own defaults would be in force."""
+    missing = [name for name in mooncake_environment(force_tcp=False) if not environment_value(name)]
+    if missing:
+        told = "Mooncake's settings must be in the environment before it loads (mooncake_environment); missing: "
+        raise ConfigError(told + ", ".join(missing), field="transfer")
+
+
+def _label(tag: bytes) -> str:
+    return f"{tag.decode(errors='replace')}: " if tag else ""
