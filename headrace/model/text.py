@@ -1,0 +1,84 @@
+"""Token ids of one sample become text, piece by piece, and stop at stop strings.
+
+What `TextStream` gives out is final: joined together it equals the decoded whole, cut before the stop string, however
+often the caller takes. So two things are held back: bytes that do not make a character yet, and a suffix that could be
+the beginning of a stop string.
+
+The stop string that counts is the one whose last character comes first; of several that end there, the longest. That
+is what a reader of single characters would find, hence the same for every way of cutting text into tokens.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from headrace.errors import InvalidRequest
+
+_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class TokenBytes(Protocol):
+    """The one thing asked of a tokenizer here."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes a token adds to the text; empty for a special token."""
+
+
+class TextStream:
+    """Text of one sample. `push` every token, `take` when something is to be shown, `finish` once at the end."""
+
+    def __init__(self, tokenizer: TokenBytes, stop: Sequence[str] = ()):
+        """Raises InvalidRequest for an empty stop string, which would stop everything."""
+        if not all(stop):
+            raise InvalidRequest("a stop string must not be empty", field="stop")
+        self.matched_stop: str | None = None
+        self._bytes_of = tokenizer.token_bytes
+        self._decode = _utf8_decoder("replace").decode
+        self._stop = tuple(stop)
+        self._overlap = max(map(len, stop), default=1) - 1  # a stop string can begin this many characters back
+        self._text = ""  # decoded and not yet taken; begins no later than any stop string that is still possible
+
+    def push(self, token_id: int) -> bool:
+        """Append a token; True when a stop string is complete, after which further tokens are not accepted."""
+        if self.matched_stop is not None:
+            return True
+        return self._append(self._decode(self._bytes_of(token_id)))
+
+    def take(self) -> str:
+        """Everything that may be shown now and was not taken before."""
+        shown = len(self._text) - self._held_characters()
+        text, self._text = self._text[:shown], self._text[shown:]
+        return text
+
+    def finish(self) -> str:
+        """The rest: what was held back, and U+FFFD where a character was never completed. Taking again gives nothing."""
+        if self.matched_stop is None:
+            self._append(self._decode(b"", final=True))
+        text, self._text = self._text, ""
+        return text
+
+    def _append(self, new: str) -> bool:
+        searched = max(0, len(self._text) - self._overlap)
+        self._text += new
+        if not self._stop or not new:
+            return False
+        found = [
+            (start + len(stop), start, stop) for stop in self._stop if (start := self._text.find(stop, searched)) >= 0
+        ]
+        if not found:
+            return False
+        _, start, self.matched_stop = min(found)
+        self._text = self._text[:start]
+        return True
+
+    def _held_characters(self) -> int:
+        """Length of the longest suffix that begins a stop string, 0 when stopped or when there is none."""
+        if self.matched_stop is not None:
+            return 0
+        for count in range(min(self._overlap, len(self._text)), 0, -1):
+            suffix = self._text[-count:]
+            if any(len(stop) > count and stop.startswith(suffix) for stop in self._stop):
+                return count
+        return 0
