@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import logging
 import secrets
 import signal
@@ -24,11 +23,9 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from headrace import errors
+from headrace.context import request_id_var, traceparent_var
 
 log = logging.getLogger(__name__)
-
-request_id_var: contextvars.ContextVar[str] = contextvars.ContextVar("headrace_request_id", default="")
-traceparent_var: contextvars.ContextVar[str] = contextvars.ContextVar("headrace_traceparent", default="")
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Largest message accepted on any channel. A prompt at the largest context stays far below it."""

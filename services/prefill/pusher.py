@@ -1,0 +1,142 @@
+"""The one thread that writes into decode ranks: layer by layer, behind the forward that fills them.
+
+The engine thread posts (leg, layer) when that layer's rows stand in the pool; this thread computes the checksum, asks the
+leg's gate, and pushes. A bounded number of layers may wait; the engine never blocks on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from headrace.errors import HeadraceError, InternalError, TransferError
+from headrace.faults import Faults
+from headrace.protocol import LayerManifest, TargetDescriptor
+from headrace.transfer.base import REFUSED, RowRun, is_drained, plan_runs
+from services.prefill.leg import Leg
+
+log = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """Moves rows out of this rank's pool."""
+
+    def push(self, target: TargetDescriptor, layer: int, runs: Sequence[RowRun]) -> int: ...
+
+
+class Rows(Protocol):
+    """This rank's pool as the pusher sees it."""
+
+    def checksum(self, layer: int, blocks: Sequence[int], first_row: int, num_rows: int) -> int: ...
+
+    def flip_byte(self, layer: int, block: int, offset: int) -> None: ...
+
+
+class Pusher:
+    """Owns the transfer thread. `push_layer` may be called from any thread and never blocks."""
+
+    def __init__(self, source: Source, rows: Rows, block_size: int, num_layers: int, margin_s: float, faults: Faults):
+        self._source = source
+        self._rows = rows
+        self._block_size = block_size
+        self._num_layers = num_layers
+        self._margin_s = margin_s
+        self._faults = faults
+        self._queue: queue.SimpleQueue[tuple[Leg, int] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Lets queued work end, within `timeout_s`."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+
+    def push_layer(self, leg: Leg, layer: int) -> None:
+        """Layer `layer` of all of the leg's sequences stands in the pool."""
+        self._queue.put((leg, layer))
+
+    def push_again(self, leg: Leg) -> None:
+        """Every layer once more, after a manifest that did not match."""
+        for layer in range(self._num_layers):
+            self._queue.put((leg, layer))
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            leg, layer = item
+            try:
+                self._push(leg, layer)
+            except HeadraceError as error:
+                leg.fail(error)
+            except Exception as error:
+                log.exception("push failed unexpectedly")
+                leg.fail(InternalError(f"push: {type(error).__name__}"))
+
+    def _push(self, leg: Leg, layer: int) -> None:
+        if leg.times.push_started is None:
+            leg.times.push_started = time.time()
+        refusal = leg.may_write(self._margin_s)
+        if refusal is not None:
+            leg.fail(refusal)
+            return
+        known = False
+        try:
+            for index in range(len(leg.reservation.sequences)):
+                self._push_sequence(leg, index, layer)
+            known = True
+        except TransferError as error:
+            known = is_drained(error)
+            raise
+        finally:
+            leg.end_write(outcome_known=known)
+        if layer == self._num_layers - 1:
+            leg.times.push_ended = time.time()
+            leg.post(leg.pushed.set)
+
+    def _push_sequence(self, leg: Leg, index: int, layer: int) -> None:
+        owed = leg.reservation.sequences[index]
+        held = leg.reservation.held_prefix_tokens if index == 0 else 0
+        first_row = max(owed.first_row, held)
+        num_rows = owed.first_row + owed.num_rows - first_row
+        blocks = leg.sequence_blocks[index]
+        if num_rows == 0:
+            leg.record(index, layer, LayerManifest(0, 0), 0)
+            return
+        checksum = self._rows.checksum(layer, blocks, first_row, num_rows)
+        runs = plan_runs(blocks, owed.block_ids, first_row, num_rows, self._block_size)
+        written = self._write(leg, layer, runs, blocks[first_row // self._block_size], first_row % self._block_size)
+        leg.record(index, layer, LayerManifest(num_rows, checksum), written)
+
+    def _write(self, leg: Leg, layer: int, runs: Sequence[RowRun], first_block: int, first_offset: int) -> int:
+        def push() -> int:
+            return self._source.push(leg.reservation.target, layer, runs)
+
+        fault = self._faults.fire("prefill.push", layer=layer)
+        if fault is None:
+            return push()
+        return _faulty_push(fault, push, lambda: self._rows.flip_byte(layer, first_block, first_offset))
+
+
+def _faulty_push(fault, push: Callable[[], int], flip: Callable[[], None]) -> int:
+    """The push as a fault rule wants it: dropped, delayed, doubled, with a byte flipped, or failed."""
+    if fault.kind == "drop":
+        return 0
+    if fault.kind == "fail":
+        raise TransferError("fault injection: push fails", reason=REFUSED)
+    if fault.kind in ("delay", "hang", "slow"):
+        time.sleep(fault.seconds)
+        return push()
+    if fault.kind == "repeat":
+        push()
+        return push()
+    flip()
+    try:
+        return push()
+    finally:
+        flip()
