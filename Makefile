@@ -1,0 +1,55 @@
+# The two commands of the README are `make run` and `make test`. Both create .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+RUN_STAMP := .venv/.installed-run
+TEST_STAMP := .venv/.installed-test
+
+.PHONY: run test test-full install install-test transfer-library protos golden lint clean
+
+run: install
+	@$(BIN)/headrace demo
+
+test: install-test
+	@$(BIN)/python -m pytest
+
+test-full: install-test
+	@$(BIN)/python -m pytest --full --junit-xml=bench/results/test-full.xml
+
+install: $(RUN_STAMP) transfer-library
+
+install-test: $(TEST_STAMP) transfer-library
+
+$(RUN_STAMP): requirements.txt requirements-alone.txt pyproject.toml
+	@echo "Creating .venv (this downloads torch once) ..."
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
+		|| { echo "Headrace needs Python 3.11 or 3.12; say which with: make run PYTHON=python3.11"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-alone.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+$(TEST_STAMP): $(RUN_STAMP) requirements-test.txt requirements-test-alone.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-test-alone.txt
+	@touch $@
+
+# Mooncake needs libibverbs.so.1 even over TCP. Without it the mesh runs on the `grpc` transfer, with a warning.
+transfer-library:
+	@ldconfig -p 2>/dev/null | grep -q 'libibverbs\.so\.1' || sh compose/install-libibverbs.sh
+
+# Regenerates headrace/v1 from protos; tests/core/test_protos.py fails when they differ.
+protos: install-test
+	@$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --grpc_python_out=. --pyi_out=. protos/headrace/v1/*.proto
+
+# Golden values come from transformers, in an environment of its own.
+golden:
+	@test -x .venv-golden/bin/python || $(PYTHON) -m venv .venv-golden
+	@.venv-golden/bin/python -m pip install --quiet -r tests/golden/requirements.txt
+	@.venv-golden/bin/python tests/golden/make_golden.py
+
+lint: install-test
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+clean:
+	rm -rf .venv .venv-golden build *.egg-info
