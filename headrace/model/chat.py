@@ -66,7 +66,7 @@ class ChatTemplate:
                 documents=None,
                 **self.special_tokens,
             )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+        except Exception as error:  # a foreign program met a caller's data: whatever it raises, these two did not fit
             raise InvalidRequest(f"the chat template refuses these messages: {error}", field="messages") from error
 
 
