@@ -25,17 +25,30 @@ from __future__ import annotations
 
 
 class HeadraceError(Exception):
-    """Base. `reason` is UPPER_SNAKE and travels as `headrace-reason`; `field` names the offending request field."""
+    """Base. `reason` is UPPER_SNAKE and travels as `headrace-reason`; `field` names the offending request field.
+
+    `retryable`: whether a new attempt may succeed; an instance may differ from its class.
+    """
 
     reason = "UNKNOWN"
     retryable = False
 
-    def __init__(self, message: str = "", *, reason: str | None = None, field: str = "", retry_after_s: float = 0.0):
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        reason: str | None = None,
+        field: str = "",
+        retry_after_s: float = 0.0,
+        retryable: bool | None = None,
+    ):
         super().__init__(message)
         self.message = message
         self.reason = reason or type(self).reason
         self.field = field
         self.retry_after_s = retry_after_s
+        if retryable is not None:
+            self.retryable = retryable
 
 
 class CallerError(HeadraceError):

@@ -35,7 +35,7 @@ from headrace.errors import (
     StaleEpoch,
     Unavailable,
 )
-from headrace.faults import Faults
+from headrace.faults import Fault, Faults
 from headrace.protocol import (
     CommitCommand,
     Committed,
@@ -286,6 +286,11 @@ class Prefiller:
 
         def on_start() -> None:
             leg.times.started = time.time()
+            fault = self._fault("prefill.forward", command)
+            if fault is not None and fault.kind == "fail":
+                on_error(InternalError("fault injection: forward fails", reason="FAULT_INJECTED", retryable=True))
+            elif fault is not None:
+                time.sleep(fault.seconds)
 
         def on_layer(layer: int) -> None:
             if writes:
@@ -333,8 +338,11 @@ class Prefiller:
 
     async def _commit(self, leg: Leg, live: Sequence[FirstToken]) -> None:
         command, reservation = leg.command, leg.reservation
-        if self._faults.fire("prefill.commit") is not None:
-            raise InternalError("fault injection: commit fails", reason="FAULT_INJECTED")
+        fault = self._fault("prefill.commit", command)
+        if fault is not None and fault.kind == "fail":
+            raise InternalError("fault injection: commit fails", reason="FAULT_INJECTED", retryable=True)
+        if fault is not None:
+            await self._clock.wait(fault.seconds)
         commit = CommitCommand(
             reservation_id=reservation.reservation_id,
             request_id=command.request_id,
@@ -392,6 +400,9 @@ class Prefiller:
         for key, block in zip(keys, leg.sequence_blocks[0], strict=False):
             self._pool.register(key, block)
         self._publisher.publish(keys)
+
+    def _fault(self, point: str, command: PrefillCommand) -> Fault | None:
+        return self._faults.fire(point, attempt=command.attempt, request_id=command.request_id)
 
     def _bury(self, reservation_id: str, *, drained: bool) -> StopState:
         """Remembers that this reservation is over. Once late writes were possible, that is what every later Stop hears."""

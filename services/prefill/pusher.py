@@ -117,7 +117,9 @@ class Pusher:
         def push() -> int:
             return self._source.push(leg.reservation.target, layer, runs)
 
-        fault = self._faults.fire("prefill.push", layer=layer)
+        fault = self._faults.fire(
+            "prefill.push", layer=layer, attempt=leg.command.attempt, request_id=leg.command.request_id
+        )
         if fault is None:
             return push()
         return _faulty_push(fault, push, lambda: self._rows.flip_byte(layer, first_block, first_offset))
