@@ -1,0 +1,494 @@
+"""Spans and metrics: a few verbs over OpenTelemetry, and the local ring file that needs no collector.
+
+    telemetry.setup("prefill", epoch, config.telemetry, run_directory)
+    with telemetry.span("router.route", tokens=5) as span:      # child of the running context's span
+        span.set(prefill="10.0.0.1:20601")
+    telemetry.emit("prefill.forward", start_s, end_s, parent=traceparent)   # times already known, any thread
+    telemetry.counter("headrace.push.repeats").add(1)
+
+Names of spans and their attributes stand in docs/telemetry.md. Every finished span goes to `<service>-<epoch>.jsonl` in the
+trace directory, written by a thread of its own within about 0.2 s and at shutdown; with `telemetry.otlp_endpoint` set spans
+and metrics also go there. Nothing here waits for a disk or a network. Before `setup` every verb is a cheap no-op. Spans are
+always recorded, whatever the sampled flag of an incoming traceparent says.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from opentelemetry import trace as otel
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+from headrace.config import TelemetryConfig
+from headrace.context import request_id_var, traceparent_var
+
+log = logging.getLogger(__name__)
+
+FLUSH_S = 0.1
+"""How long finished spans gather before they are written."""
+MEMORY_SPANS = 10_000
+"""Finished spans that `memory()` still knows."""
+KEPT_RINGS = 64
+"""Ring files that stay in a trace directory when a new process starts its own."""
+SHUTDOWN_S = 3.0
+"""Longest wait for a collector at shutdown."""
+
+
+# --- names and buckets -----------------------------------------------------------------------------------------------
+
+
+class Measure(NamedTuple):
+    """A histogram's name, unit and bucket borders, for `histogram(*measure)`."""
+
+    name: str
+    unit: str
+    buckets: tuple[float, ...]
+
+
+# OpenTelemetry's generative AI conventions (status: development); own constants, because the package deprecates its own.
+TIME_TO_FIRST_TOKEN = Measure(
+    "gen_ai.server.time_to_first_token",
+    "s",
+    (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10),
+)
+TIME_PER_OUTPUT_TOKEN = Measure(
+    "gen_ai.server.time_per_output_token",
+    "s",
+    (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5),
+)
+REQUEST_DURATION = Measure(
+    "gen_ai.server.request.duration",
+    "s",
+    (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
+)
+# Ours: the conventions' borders start at 10 ms, where decode has long finished a step.
+INTER_TOKEN_LATENCY = Measure(
+    "headrace.inter_token_latency", "s", (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+)
+STEP_DURATION = Measure(
+    "headrace.decode.step.duration", "s", (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+)
+GENAI_ATTRIBUTES = {"gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "headrace"}
+"""Attributes the conventions require on every gen_ai histogram."""
+
+
+# --- spans -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """A finished span. Times are seconds since 1970; `parent_id` is empty for a root; `error` names what went wrong."""
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    start_s: float
+    end_s: float
+    service: str = ""
+    epoch: str = ""
+    error: str = ""
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from start to end."""
+        return self.end_s - self.start_s
+
+
+class OpenSpan:
+    """A span that runs. Without telemetry it does nothing."""
+
+    def __init__(self, inner: otel.Span | None):
+        self._inner = inner
+        self.traceparent = _format(inner.get_span_context()) if inner is not None else ""
+
+    def set(self, **attributes: Any) -> None:
+        """Adds attributes: numbers, text, booleans or sequences of one of them. None is left out."""
+        if self._inner is not None:
+            self._inner.set_attributes(_given(attributes))
+
+    def fail(self, error: BaseException | str) -> None:
+        """Marks the span as failed. Its message is left out: it may quote a prompt."""
+        if self._inner is not None:
+            name = error if isinstance(error, str) else str(getattr(error, "reason", "") or type(error).__name__)
+            self._inner.set_attribute("error.type", name)
+            self._inner.set_status(otel.StatusCode.ERROR)
+
+
+@contextlib.contextmanager
+def span(name: str, parent: str | None = None, **attributes: Any) -> Iterator[OpenSpan]:
+    """Times a block. `parent` is a traceparent, "" starts a new trace, None continues the running context's.
+
+    While the block runs, the context's traceparent is this span's, so inner spans and outgoing calls are its children.
+    """
+    state = _state
+    if state is None:
+        yield OpenSpan(None)
+        return
+    outer = traceparent_var.get()
+    running = OpenSpan(state.start(name, outer if parent is None else parent, attributes, None))
+    traceparent_var.set(running.traceparent)
+    try:
+        yield running
+    except BaseException as error:
+        running.fail(error)
+        raise
+    finally:
+        # Not reset(token): a block inside an async generator may end in another context than it began in.
+        traceparent_var.set(outer)
+        running._inner.end()  # type: ignore[union-attr]
+
+
+def emit(name: str, start_s: float, end_s: float, *, parent: str | None = None, **attributes: Any) -> None:
+    """A span whose times (`time.time()` seconds) are already known. May be called from any thread."""
+    state = _state
+    if state is not None:
+        parent = traceparent_var.get() if parent is None else parent
+        inner = state.start(name, parent, attributes, _nanoseconds(start_s))
+        inner.end(_nanoseconds(max(start_s, end_s)))
+
+
+def traceparent() -> str:
+    """The W3C header of the running context's span; empty when there is none."""
+    return traceparent_var.get()
+
+
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+
+def trace_id(header: str) -> str:
+    """The trace id in a traceparent, 32 hexadecimal digits; empty when the header is not one."""
+    context = _parse(header)
+    return f"{context.trace_id:032x}" if context is not None else ""
+
+
+def _parse(header: str) -> otel.SpanContext | None:
+    match = _TRACEPARENT.fullmatch(header)
+    if match is None or match[1] == "ff" or (match[1] == "00" and match[5]):
+        return None
+    context = otel.SpanContext(int(match[2], 16), int(match[3], 16), True, otel.TraceFlags(int(match[4], 16)))
+    return context if context.is_valid else None
+
+
+def _format(context: otel.SpanContext) -> str:
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+def _given(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in attributes.items() if value is not None}
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+
+class Instrument:
+    """A counter, gauge or histogram, made in the collector's terms when there is one. Calls cost next to nothing else."""
+
+    def __init__(self, kind: str, name: str, unit: str, buckets: Sequence[float]):
+        self._arguments = (kind, name, unit, tuple(buckets))
+        self._owner: _Telemetry | None = None
+        self._inner: Any = None
+
+    def _target(self) -> Any:
+        state = _state
+        if state is None or state.meter is None:
+            return None
+        if self._owner is not state:
+            self._inner, self._owner = _make(state.meter, *self._arguments), state
+        return self._inner
+
+    def add(self, amount: float, **attributes: Any) -> None:
+        """Counts up. Only for counters."""
+        if (inner := self._target()) is not None:
+            inner.add(amount, _given(attributes))
+
+    def record(self, value: float, **attributes: Any) -> None:
+        """One observation. Only for histograms."""
+        if (inner := self._target()) is not None:
+            inner.record(value, _given(attributes))
+
+    def set(self, value: float, **attributes: Any) -> None:
+        """The value now. Only for gauges."""
+        if (inner := self._target()) is not None:
+            inner.set(value, _given(attributes))
+
+
+def _make(meter: Any, kind: str, name: str, unit: str, buckets: Sequence[float]) -> Any:
+    if kind == "counter":
+        return meter.create_counter(name, unit)
+    if kind == "gauge":
+        return meter.create_gauge(name, unit)
+    return meter.create_histogram(name, unit, explicit_bucket_boundaries_advisory=list(buckets) or None)
+
+
+_instruments: dict[str, Instrument] = {}
+
+
+def _instrument(kind: str, name: str, unit: str, buckets: Sequence[float] = ()) -> Instrument:
+    found = _instruments.get(name)
+    return found if found is not None else _instruments.setdefault(name, Instrument(kind, name, unit, buckets))
+
+
+def counter(name: str, unit: str = "1") -> Instrument:
+    """What only grows: `.add(n, **attributes)`."""
+    return _instrument("counter", name, unit)
+
+
+def gauge(name: str, unit: str = "1") -> Instrument:
+    """What goes up and down: `.set(value, **attributes)`."""
+    return _instrument("gauge", name, unit)
+
+
+def histogram(name: str, unit: str = "s", buckets: Sequence[float] = ()) -> Instrument:
+    """A distribution: `.record(value, **attributes)`. `histogram(*TIME_TO_FIRST_TOKEN)` takes a constant from above."""
+    return _instrument("histogram", name, unit, buckets)
+
+
+# --- this process ----------------------------------------------------------------------------------------------------
+
+
+def setup(service: str, epoch: str, config: TelemetryConfig, run_directory: Path) -> None:
+    """Starts telemetry for this process. A second call replaces the first."""
+    global _state
+    shutdown()
+    directory = Path(config.ring_directory or run_directory / "traces")
+    _state = _Telemetry(service, epoch, config, directory)
+
+
+def shutdown() -> None:
+    """Writes what is left and stops; at most about SHUTDOWN_S. Safe to repeat."""
+    global _state
+    state, _state = _state, None
+    if state is not None:
+        state.close()
+
+
+def flush() -> None:
+    """Waits until every finished span is in the ring file. For tests and for tools that read at once."""
+    if _state is not None:
+        _state.ring.flush()
+
+
+def memory() -> list[Span]:
+    """The last MEMORY_SPANS finished spans of this process, oldest first."""
+    return [_plain(inner) for inner in list(_state.ring.recent)] if _state is not None else []
+
+
+class _Telemetry:
+    """What `setup` made: a tracer, a ring and perhaps exporters."""
+
+    def __init__(self, service: str, epoch: str, config: TelemetryConfig, directory: Path):
+        resource = Resource({"service.name": f"headrace-{service}", "service.instance.id": epoch})
+        self.provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False)
+        self.ring = Ring(directory, service, epoch, config.ring_bytes)
+        self.provider.add_span_processor(self.ring)
+        self.meter: Any = None
+        self._meters: Any = None
+        if config.otlp_endpoint:
+            self._export(config.otlp_endpoint, resource)
+        self._tracer = self.provider.get_tracer("headrace")
+        atexit.register(self.close)
+
+    def _export(self, endpoint: str, resource: Resource) -> None:
+        # Imported here: most processes have no collector and need not load the exporter.
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        spans = OTLPSpanExporter(endpoint=endpoint, timeout=5)
+        self.provider.add_span_processor(BatchSpanProcessor(spans, schedule_delay_millis=500))
+        reader = PeriodicExportingMetricReader(OTLPMetricExporter(endpoint=endpoint, timeout=5), 5000)
+        self._meters = MeterProvider(metric_readers=[reader], resource=resource, shutdown_on_exit=False)
+        self.meter = self._meters.get_meter("headrace")
+
+    def start(self, name: str, parent: str, attributes: dict[str, Any], start_time: int | None) -> otel.Span:
+        """An open span below `parent`."""
+        context = _parse(parent)
+        above = otel.set_span_in_context(otel.NonRecordingSpan(context) if context is not None else otel.INVALID_SPAN)
+        values = _given(attributes)
+        if "request_id" not in values and (request_id := request_id_var.get()):
+            values["request_id"] = request_id
+        return self._tracer.start_span(name, above, attributes=values, start_time=start_time)
+
+    def close(self) -> None:
+        """Ends the ring at once and gives a collector SHUTDOWN_S."""
+        atexit.unregister(self.close)
+        self.ring.shutdown()
+        if self._meters is not None:
+            leaving = threading.Thread(target=self._leave, name="telemetry-shutdown", daemon=True)
+            leaving.start()
+            leaving.join(SHUTDOWN_S)
+
+    def _leave(self) -> None:
+        self.provider.shutdown()
+        self._meters.shutdown(timeout_millis=SHUTDOWN_S * 1000)
+
+
+_state: _Telemetry | None = None
+
+
+# --- the ring --------------------------------------------------------------------------------------------------------
+
+
+class Ring(SpanProcessor):
+    """A bounded file of finished spans, one JSON object a line. When half the bound is full it becomes the older half.
+
+    A disk that fails costs spans and one log line, nothing else.
+    """
+
+    def __init__(self, directory: Path, service: str, epoch: str, limit_bytes: int):
+        self.path = directory / f"{service}-{epoch}.jsonl"
+        self.recent: collections.deque[ReadableSpan] = collections.deque(maxlen=MEMORY_SPANS)
+        self._half_bytes = max(1, limit_bytes // 2)
+        self._waiting: collections.deque[ReadableSpan] = collections.deque(maxlen=MEMORY_SPANS)
+        self._arrived = threading.Event()
+        self._stopping = threading.Event()
+        self._writing = threading.Lock()
+        self._failed = False
+        self._prepare(directory)
+        self._thread = threading.Thread(target=self._run, name="telemetry-ring", daemon=True)
+        self._thread.start()
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Takes a finished span; never waits."""
+        self.recent.append(span)
+        self._waiting.append(span)
+        self._arrived.set()
+
+    def shutdown(self) -> None:
+        """Writes the rest and ends the thread."""
+        self._stopping.set()
+        self._arrived.set()
+        self._thread.join(2.0)
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """OpenTelemetry's name for `flush`."""
+        self.flush()
+        return True
+
+    def flush(self) -> None:
+        """Writes what has gathered, in the caller's thread."""
+        with self._writing:
+            lines = []
+            with contextlib.suppress(IndexError):
+                while True:
+                    lines.append(json.dumps(asdict(_plain(self._waiting.popleft())), separators=(",", ":")) + "\n")
+            if lines:
+                self._write("".join(lines).encode())
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._arrived.wait()
+            self._stopping.wait(FLUSH_S)
+            self._arrived.clear()
+            self.flush()
+
+    def _write(self, data: bytes) -> None:
+        try:
+            if self.path.exists() and self.path.stat().st_size + len(data) > self._half_bytes:
+                self.path.replace(self.path.with_suffix(".jsonl.1"))
+            with self.path.open("ab", buffering=0) as file:
+                file.write(data[-self._half_bytes :].partition(b"\n")[2] if len(data) > self._half_bytes else data)
+        except OSError as error:
+            if not self._failed:
+                log.warning("spans are lost: %s", error)
+            self._failed = True
+
+    def _prepare(self, directory: Path) -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            files = sorted(_ring_files(directory), key=lambda file: file.stat().st_mtime, reverse=True)
+            for file in files[KEPT_RINGS:]:
+                file.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("spans may be lost: %s", error)
+
+
+def _plain(inner: ReadableSpan) -> Span:
+    context, parent = inner.get_span_context(), inner.parent
+    attributes = dict(inner.attributes or {})
+    assert context is not None and inner.start_time is not None and inner.end_time is not None
+    return Span(
+        name=inner.name,
+        trace_id=f"{context.trace_id:032x}",
+        span_id=f"{context.span_id:016x}",
+        parent_id=f"{parent.span_id:016x}" if parent is not None else "",
+        start_s=inner.start_time / 1e9,
+        end_s=inner.end_time / 1e9,
+        service=str(inner.resource.attributes.get("service.name", "")).removeprefix("headrace-"),
+        epoch=str(inner.resource.attributes.get("service.instance.id", "")),
+        error=str(attributes.pop("error.type", "")),
+        attributes=attributes,
+    )
+
+
+# --- readers ---------------------------------------------------------------------------------------------------------
+
+
+def _ring_files(directory: Path) -> list[Path]:
+    return [*directory.glob("*.jsonl"), *directory.glob("*.jsonl.1")]
+
+
+def read_ring(directory: Path) -> list[Span]:
+    """Every span in a trace directory, of all services, by start. A line that is still being written is left out."""
+    spans = [found for file in _ring_files(Path(directory)) for found in _read_file(file)]
+    return sorted(spans, key=lambda found: found.start_s)
+
+
+def _read_file(file: Path) -> Iterable[Span]:
+    try:
+        text = file.read_text(errors="replace")
+    except FileNotFoundError:  # replaced by its owner meanwhile
+        return
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, TypeError):
+            yield Span(**json.loads(line))
+
+
+def trace(directory: Path, which: str | None = None) -> list[Span]:
+    """The spans of one trace by start: `which` is a trace id or a request id; None is the request that ended last."""
+    spans = read_ring(directory)
+    wanted = _latest(spans) if which is None else _trace_of(spans, which)
+    return [found for found in spans if found.trace_id == wanted]
+
+
+def wait_trace(directory: Path, which: str, names: Sequence[str], timeout_s: float = 2.0) -> list[Span]:
+    """The same, read again until every span name in `names` is there or `timeout_s` is over: services write on their own."""
+    end = time.monotonic() + timeout_s
+    while True:
+        spans = trace(directory, which)
+        if set(names) <= {found.name for found in spans} or time.monotonic() >= end:
+            return spans
+        time.sleep(0.05)
+
+
+def _latest(spans: Sequence[Span]) -> str:
+    roots = [found for found in spans if found.name == "router.generate"] or spans
+    return max(roots, key=lambda found: found.end_s).trace_id if roots else ""
+
+
+def _trace_of(spans: Sequence[Span], which: str) -> str:
+    for found in reversed(spans):
+        if which in (found.trace_id, found.attributes.get("request_id")):
+            return found.trace_id
+    return ""
