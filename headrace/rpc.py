@@ -114,7 +114,8 @@ async def _abort(context: grpc.aio.ServicerContext, error: BaseException) -> Non
     if not isinstance(error, errors.HeadraceError):
         log.error("unexpected error in a handler", exc_info=error)
         error = errors.InternalError(f"unexpected {type(error).__name__}; the server's log has the rest")
-    await context.abort(STATUS[type(error)], error.message or error.reason, _trailers(error))
+    status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+    await context.abort(status, error.message or error.reason, _trailers(error))
 
 
 def error_from_rpc(error: grpc.RpcError) -> errors.HeadraceError:
