@@ -255,6 +255,14 @@ def run_directory(config: Config, environment: Mapping[str, str] | None = None) 
     return Path(state) / "headrace" / config.mesh.name
 
 
+def model_directory(config: Config) -> Path:
+    """The checkpoint, absolute: as given, seen from where we stand or else from the checkout."""
+    given = Path(config.model.directory).expanduser()
+    if given.is_absolute() or given.exists():
+        return given.absolute()
+    return Path(__file__).resolve().parent.parent / given
+
+
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """The environment for a process we start: ours plus `extra`."""
     return {**os.environ, **extra}

@@ -1,0 +1,28 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from headrace import config as configuration
+from headrace.config import Config
+from headrace.mesh import find_router
+
+ConfigFile = Annotated[str | None, typer.Option("--config", help="TOML file with settings.")]
+Flags = Annotated[list[str] | None, typer.Option("--set", help="A setting, as part.key=value; may be repeated.")]
+Address = Annotated[
+    str | None, typer.Option("--address", help="host:port of a router; default: the mesh on this host.")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object instead of text for people.")]
+
+
+def load(config_file: str | None, flags: list[str] | None) -> Config:
+    """The settings a command runs with."""
+    return configuration.load(config_file, flags or ())
+
+
+def router_address(address: str | None, config: Config) -> str:
+    """The router to talk to."""
+    return address or find_router(config)
