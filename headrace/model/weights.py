@@ -113,7 +113,7 @@ class Checkpoint:
     def __init__(self, directory: str | Path, config: ModelConfig):
         self.directory, self.config = Path(directory), config
         self._files = {path: _open(path) for path in self._paths()}
-        self._place = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118
+        self._place = {name: path for path, file in self._files.items() for name in file.keys()}
         self._dequantise = choose(fp8_linear.BACKENDS, torch.device("cpu"), op="kernels.fp8_linear").run
         self._check()
 
