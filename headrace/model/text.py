@@ -38,7 +38,8 @@ class TextStream:
         self._decode = _utf8_decoder("replace").decode
         self._stop = tuple(stop)
         self._overlap = max(map(len, stop), default=1) - 1  # a stop string can begin this many characters back
-        self._text = ""  # decoded and not yet taken; begins no later than any stop string that is still possible
+        self._ready: list[str] = []  # decoded, not yet taken, and too far back to be part of a stop string
+        self._tail = ""  # decoded after that
 
     def push(self, token_id: int) -> bool:
         """Append a token; True when a stop string is complete, after which further tokens are not accepted."""
@@ -48,37 +49,50 @@ class TextStream:
 
     def take(self) -> str:
         """Everything that may be shown now and was not taken before."""
-        shown = len(self._text) - self._held_characters()
-        text, self._text = self._text[:shown], self._text[shown:]
-        return text
+        shown = len(self._tail) - self._held_characters()
+        self._move_to_ready(shown)
+        return self._take_ready()
 
     def finish(self) -> str:
         """The rest: what was held back, and U+FFFD where a character was never completed. Taking again gives nothing."""
         if self.matched_stop is None:
             self._append(self._decode(b"", final=True))
-        text, self._text = self._text, ""
-        return text
+        self._move_to_ready(len(self._tail))
+        return self._take_ready()
 
     def _append(self, new: str) -> bool:
-        searched = max(0, len(self._text) - self._overlap)
-        self._text += new
-        if not self._stop or not new:
-            return False
-        found = [
-            (start + len(stop), start, stop) for stop in self._stop if (start := self._text.find(stop, searched)) >= 0
-        ]
+        self._tail += new
+        if self._stop and new and self._cut_at_stop():
+            return True
+        self._move_to_ready(len(self._tail) - self._overlap)
+        return False
+
+    def _cut_at_stop(self) -> bool:
+        """Find the stop string that ends first in the tail, and drop it with everything after it."""
+        tail = self._tail
+        found = [(start + len(stop), start, stop) for stop in self._stop if (start := tail.find(stop)) >= 0]
         if not found:
             return False
         _, start, self.matched_stop = min(found)
-        self._text = self._text[:start]
+        self._tail = tail[:start]
         return True
+
+    def _move_to_ready(self, count: int) -> None:
+        if count > 0:
+            self._ready.append(self._tail[:count])
+            self._tail = self._tail[count:]
+
+    def _take_ready(self) -> str:
+        text = "".join(self._ready)
+        self._ready.clear()
+        return text
 
     def _held_characters(self) -> int:
         """Length of the longest suffix that begins a stop string, 0 when stopped or when there is none."""
         if self.matched_stop is not None:
             return 0
-        for count in range(min(self._overlap, len(self._text)), 0, -1):
-            suffix = self._text[-count:]
+        for count in range(min(self._overlap, len(self._tail)), 0, -1):
+            suffix = self._tail[-count:]
             if any(len(stop) > count and stop.startswith(suffix) for stop in self._stop):
                 return count
         return 0

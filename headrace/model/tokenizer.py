@@ -22,9 +22,12 @@ from pathlib import Path
 from types import ModuleType
 
 from headrace.errors import CheckpointError, InternalError, InvalidRequest
-from headrace.model.split_pattern import CutRule, covering_split
+from headrace.model.split_pattern import CutRule, covering_split, kind_of
 
-PIECE_CHARACTERS = 1_000  # the engine's time is quadratic in a piece; below this its start-up dominates
+PIECE_CHARACTERS = 500  # the engine's time is quadratic in a piece; below this the cost of a call dominates
+# What may reach the engine in one piece where we know of no place to cut: about a second of its time.
+MAX_UNASSIGNED_CHARACTERS = 20_000
+MAX_CHARACTERS_OF_UNKNOWN_PATTERN = 200_000
 
 
 class Tokenizer:
@@ -76,7 +79,7 @@ class Tokenizer:
         """Token ids of `text`; with `add_bos` the begin token comes first, once, also when the text already has it.
 
         `allow_special=False` reads the spelling of an added token as ordinary text. Raises InvalidRequest for a string
-        that is not Unicode text (a lone surrogate).
+        that is not Unicode text (a lone surrogate), and for one that would take very long because it has no place to cut.
         """
         ids: list[int] = []
         for piece, added_id in self._around_added_tokens(text) if allow_special else [(text, None)]:
@@ -113,15 +116,27 @@ class Tokenizer:
         return ids
 
     def _pieces(self, text: str) -> Iterator[str]:
-        """Cut long text where that changes no id. A stretch without such a place stays whole: right, but slower."""
+        """Cut long text where that changes no id. A stretch without such a place stays whole, and is right too.
+
+        Under a pattern we know such a stretch is one or two pre-tokens, which the engine does in linear time, unless it
+        is made of characters whose kind we do not know. Raises InvalidRequest for too many of those.
+        """
         start, may_cut = 0, self._may_cut
-        while may_cut and len(text) - start > PIECE_CHARACTERS:
-            candidates = range(start + PIECE_CHARACTERS, len(text))
-            cut = next((i for i in candidates if may_cut(text, i, start)), len(text))
-            yield text[start:cut]
-            start = cut
-        if start < len(text):
-            yield text[start:]
+        if may_cut is None and len(text) > MAX_CHARACTERS_OF_UNKNOWN_PATTERN:
+            raise _takes_too_long(
+                len(text), MAX_CHARACTERS_OF_UNKNOWN_PATTERN, "characters for this checkpoint's pattern"
+            )
+        while start < len(text):
+            cut = len(text)
+            if may_cut and cut - start > PIECE_CHARACTERS:
+                candidates = range(start + PIECE_CHARACTERS, cut)
+                cut = next((i for i in candidates if may_cut(text, i, start)), cut)
+            piece, start = text[start:cut], cut
+            if len(piece) > MAX_UNASSIGNED_CHARACTERS and may_cut:
+                unassigned = sum(kind_of(character) == "U" for character in piece)
+                if unassigned > MAX_UNASSIGNED_CHARACTERS:
+                    raise _takes_too_long(unassigned, MAX_UNASSIGNED_CHARACTERS, "characters Unicode has not assigned")
+            yield piece
 
     def _try_the_engine(self) -> None:
         """Every ASCII character and longer ones must come back; a vocabulary without all bytes fails here."""
@@ -132,6 +147,10 @@ class Tokenizer:
             raise CheckpointError(f"the tokenizer engine cannot follow this tokenizer.json: {error}") from error
         if back != text:
             raise CheckpointError(f"the tokenizer engine changes text: {text!r} came back as {back!r}")
+
+
+def _takes_too_long(count: int, limit: int, what: str) -> InvalidRequest:
+    return InvalidRequest(f"text has a stretch of {count} {what}; at most {limit} can be tokenised", field="text")
 
 
 def token_text(entry: str | dict | None) -> str | None:

@@ -307,6 +307,13 @@ def test_a_lone_surrogate_is_the_callers_mistake(pair: Pair):
         pair.ours.encode("a\ud800b")
 
 
+def test_a_stretch_that_would_take_minutes_is_refused_and_a_long_run_is_not(pair: Pair):
+    with pytest.raises(InvalidRequest, match="at most") as caught:
+        pair.ours.encode("\u0378" * 30_000)
+    assert caught.value.field == "text"
+    assert pair.ours.decode(pair.ours.encode("a" * 300_000 + "\u0378" * 15_000)) == "a" * 300_000 + "\u0378" * 15_000
+
+
 def write_checkpoint(directory: Path, spec: dict, **files: dict) -> Path:
     (directory / "tokenizer.json").write_text(json.dumps(spec))
     for name, content in files.items():
@@ -405,6 +412,8 @@ def test_a_single_split_with_gaps_is_completed(tmp_path: Path, tiny_spec: dict):
     both = Pair(Tokenizer.load(tmp_path), tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), tmp_path)
     for text in PLAIN + varied_texts(random.Random(13), 500, ["x"]):
         both.assert_same_ids(text)
+    with pytest.raises(InvalidRequest, match="at most"):
+        both.ours.encode("word " * 50_000)
 
 
 @pytest.mark.parametrize(
