@@ -3,7 +3,7 @@
     log = logs.get(__name__)
     log.info("reservation expired", reservation_id=reservation.id, attempt=2)
 
-`logging.getLogger` works too; its lines have no fields of their own. The running request's id and trace id are added by
+`logging.getLogger` works too, with `extra={"fields": {...}}`. The running request's id and trace id are added by
 themselves. Fields that may hold what a user wrote (PRIVATE) appear at DEBUG only.
 """
 
@@ -47,7 +47,7 @@ class Log:
 
     def _emit(self, level: int, event: str, fields: dict[str, Any], error: BaseException | None = None) -> None:
         if self._inner.isEnabledFor(level):
-            self._inner.log(level, "%s", event, extra={"headrace_fields": fields}, exc_info=error)
+            self._inner.log(level, "%s", event, extra={"fields": fields}, exc_info=error)
 
 
 def get(name: str) -> Log:
@@ -96,7 +96,7 @@ class _Formatter(logging.Formatter):
             line["request_id"] = request_id
         if traceparent := traceparent_var.get():
             line["trace_id"] = traceparent[3:35]
-        for key, value in getattr(record, "headrace_fields", {}).items():
+        for key, value in getattr(record, "fields", {}).items():
             line[key] = "(hidden)" if key in PRIVATE and record.levelno > logging.DEBUG else value
         if record.exc_info and record.exc_info[1] is not None:
             line["traceback"] = "".join(traceback.format_exception(record.exc_info[1])).rstrip()

@@ -212,8 +212,8 @@ class Registry:
 
     @property
     def reachable(self) -> bool:
-        """Whether Redis answered the last time we asked."""
-        return bool(self._reachable)
+        """Whether Redis answered the last time we asked; True before we did."""
+        return self._reachable is not False
 
     # --- the three loops -------------------------------------------------------------------------------------------------
 
