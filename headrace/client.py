@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -27,6 +28,9 @@ from headrace.v1 import (
     router_pb2,
     router_pb2_grpc,
 )
+
+if TYPE_CHECKING:
+    from headrace.transfer.grpc import RowChunk
 
 
 class DecodeClient:
@@ -71,15 +75,6 @@ class DecodeClient:
             async for message in messages:
                 yield wire.frame_from_pb(message)
 
-    async def write_rows(self, session: str, layer: int, pieces: Iterable[tuple[int, bytes]], timeout_s: float) -> int:
-        """Bytes written from (target_row, payload) pieces of one layer. Only for the `grpc` transfer."""
-        requests = (
-            decode_pb2.WriteRowsRequest(session=session, layer=layer, target_row=row, payload=payload)
-            for row, payload in pieces
-        )
-        answer = await rpc.call_unary(self._stub.WriteRows, requests, timeout_s)
-        return answer.byte_count
-
     async def info(self, timeout_s: float = 5.0) -> p.WorkerInfo:
         """What the rank says of itself."""
         answer = await rpc.call_unary(self._stub.GetDecodeInfo, decode_pb2.GetDecodeInfoRequest(), timeout_s)
@@ -89,6 +84,37 @@ class DecodeClient:
         """Who holds what."""
         answer = await rpc.call_unary(self._stub.GetDecodeLedger, decode_pb2.GetDecodeLedgerRequest(), timeout_s)
         return wire.decode_ledger_from_pb(answer)
+
+
+class RowSender:
+    """Carries rows to decode ranks for the `grpc` transfer, blocking; called from a transfer thread."""
+
+    def __init__(self, timeout_s: float):
+        self._timeout_s = timeout_s
+        self._channels: dict[str, grpc.Channel] = {}
+
+    def __enter__(self) -> RowSender:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for channel in self._channels.values():
+            channel.close()
+
+    def __call__(self, address: str, chunks: Iterable[RowChunk]) -> int:
+        """Bytes written at `address`. Raises headrace.errors."""
+        if address not in self._channels:
+            self._channels[address] = rpc.open_blocking_channel(address)
+        stub = decode_pb2_grpc.DecodeServiceStub(self._channels[address])
+        requests = (
+            decode_pb2.WriteRowsRequest(
+                session=chunk.session, layer=chunk.layer, target_row=chunk.target_row, payload=chunk.payload
+            )
+            for chunk in chunks
+        )
+        try:
+            return stub.WriteRows(requests, timeout=self._timeout_s).byte_count
+        except grpc.RpcError as error:
+            raise rpc.error_from_rpc(error) from error
 
 
 class PrefillClient:

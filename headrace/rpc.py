@@ -280,6 +280,13 @@ async def _bounded(drain: Callable[[float], Awaitable[None]], grace_s: float) ->
             await drain(grace_s)
 
 
+def unused_port(host: str) -> int:
+    """A port the kernel says is free now, for a process that must know its address before it listens."""
+    with contextlib.closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
 def free_port(host: str, first: int, last: int = 32767, taken: Sequence[int] = ()) -> int:
     """The first port in [first, last] that nothing listens on and that is not in `taken`."""
     for port in range(first, last + 1):

@@ -1,0 +1,156 @@
+"""What a prefill and a decode process share: one model, one pool of rows, one engine thread, one KV layout."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headrace import config as configuration
+from headrace import logs
+from headrace.cache.blocks import BlockPool
+from headrace.cache.latent import ROPE_ORDER, LatentPool
+from headrace.config import Config, TransferConfig
+from headrace.engine.runner import Runner
+from headrace.engine.sampler import Sampler
+from headrace.engine.thread import EngineThread
+from headrace.errors import ConfigError
+from headrace.model.deepseek import Transformer
+from headrace.model.exact import exact_self_test
+from headrace.model.weights import load_transformer
+from headrace.protocol import KvLayout, WorkerIdentity, WorkerInfo
+from headrace.transfer import mooncake_environment
+from kernels.block_checksum import checksum
+
+log = logs.get(__name__)
+
+_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+@dataclass
+class Rows:
+    """A pool as transfer code sees it: checksums of rows by block table, nothing about owners."""
+
+    latent: LatentPool
+
+    def checksum(self, layer: int, blocks: Sequence[int], first_row: int, num_rows: int) -> int:
+        """The checksum of token positions [first_row, first_row + num_rows) of the sequence in `blocks`."""
+        size = self.latent.block_size
+        positions = torch.arange(first_row, first_row + num_rows)
+        table = torch.tensor(blocks, dtype=torch.int64)
+        slots = table[positions // size] * size + positions % size
+        return checksum(self.latent.layer(layer), slots.to(self.latent.rows.device), first_row)
+
+    def flip_byte(self, layer: int, block: int, offset: int) -> None:
+        """Inverts the first byte of a row; fault injection only."""
+        self.latent.rows[layer, block, offset].view(torch.uint8)[0] ^= 0xFF
+
+
+@dataclass
+class Worker:
+    """The parts of one worker process, made from its settings by `open_worker`."""
+
+    config: Config
+    transformer: Transformer
+    latent: LatentPool
+    blocks: BlockPool
+    runner: Runner
+    engine: EngineThread
+    layout: KvLayout
+    max_context_tokens: int
+    model_name: str
+
+    @property
+    def rows(self) -> Rows:
+        """The pool as transfer code sees it."""
+        return Rows(self.latent)
+
+    def info(self, role: str, identity: WorkerIdentity, transfer: str) -> WorkerInfo:
+        """What this worker says of itself. `role` is `prefill` or `decode`."""
+        engine = self.config.engine
+        return WorkerInfo(
+            identity=identity,
+            role=role,
+            model=self.model_name,
+            layout=self.layout,
+            block_count=self.blocks.num_blocks,
+            max_context_tokens=self.max_context_tokens,
+            max_batch_tokens=engine.max_batch_tokens if role == "prefill" else 0,
+            max_batch_size=engine.max_batch_size if role == "decode" else 0,
+            exact=self.transformer.exact,
+            transfer=transfer,
+        )
+
+
+def open_worker(
+    config: Config, *, engine: EngineThread | None = None, transformer: Transformer | None = None
+) -> Worker:
+    """Loads the model and makes its pool; blocks for seconds. A second worker of one process shares `engine` and
+    `transformer` and gets a pool of its own. Raises ConfigError and CheckpointError."""
+    settings = config.engine
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
+    device = torch.device(settings.device)
+    transformer = transformer or load_model(config)
+    block_size = settings.block_size or (16 if device.type == "cpu" else 64)
+    dtype = torch.float32 if transformer.exact else transformer.dtype
+    model = transformer.config
+    latent = LatentPool(model.num_hidden_layers, settings.num_blocks, block_size, model.row_dim, dtype, device)
+    directory = configuration.model_directory(config)
+    max_context = model.max_position_embeddings
+    if config.model.max_context_tokens:
+        max_context = min(max_context, config.model.max_context_tokens)
+    layout = KvLayout(
+        layer_count=model.num_hidden_layers,
+        row_dim=model.row_dim,
+        dtype=_DTYPE_NAMES[dtype],
+        block_size=block_size,
+        rope_order=ROPE_ORDER,
+        model_fingerprint=model_fingerprint(directory),
+    )
+    return Worker(
+        config=config,
+        transformer=transformer,
+        latent=latent,
+        blocks=BlockPool(settings.num_blocks, block_size),
+        runner=Runner(transformer, latent, Sampler(model.vocab_size, device), max_context),
+        engine=engine or EngineThread(),
+        layout=layout,
+        max_context_tokens=max_context,
+        model_name=directory.name,
+    )
+
+
+def transfer_environment(config: TransferConfig) -> dict[str, str]:
+    """What Mooncake reads from the environment when it loads; apply it at the start of a process."""
+    return mooncake_environment(min_port=config.min_port, max_port=config.max_port, timeout_s=config.timeout_s)
+
+
+def load_model(config: Config) -> Transformer:
+    """The checkpoint in the mode the settings ask for; exact mode is proved on this host or refused."""
+    settings = config.engine
+    device = torch.device(settings.device)
+    exact = settings.exact if settings.exact is not None else device.type == "cpu"
+    transformer = load_transformer(configuration.model_directory(config), device=device, exact=exact)
+    transformer.moe_dp_chunk_tokens = settings.moe_dp_chunk_tokens
+    transformer.moe_activation_chunk_tokens = settings.moe_activation_chunk_tokens
+    if exact and (reason := exact_self_test(transformer)) is not None:
+        raise ConfigError(reason, field="engine.exact")
+    log.info("model loaded", exact=exact, precision=transformer.precision_table())
+    return transformer
+
+
+def model_fingerprint(directory: Path) -> str:
+    """32 hexadecimal digits over config.json and the names and sizes of all weight files."""
+    digest = hashlib.blake2b(digest_size=16)
+    config = json.loads((directory / "config.json").read_text())
+    digest.update(json.dumps(config, sort_keys=True).encode())
+    for file in sorted(directory.glob("*.safetensors")):
+        digest.update(f"{file.name}:{file.stat().st_size}".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(65536))
+    return digest.hexdigest()

@@ -1,0 +1,83 @@
+"""Puts a prefill core together from real parts; `__main__` and the aggregated decode process use it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+from headrace.client import KvStoreClient, Peers
+from headrace.engine.prefill import PrefillBatcher
+from headrace.process import Start
+from headrace.protocol import WorkerIdentity
+from headrace.registry import Registry
+from headrace.transfer.base import TransferSource
+from headrace.worker import Worker
+from services.prefill.core import DecodePort, Prefiller
+from services.prefill.publish import Publisher
+from services.prefill.pusher import Pusher
+
+
+@contextlib.asynccontextmanager
+async def open_prefiller(
+    start: Start,
+    worker: Worker,
+    identity: WorkerIdentity,
+    registry: Registry,
+    peers: Peers,
+    source: TransferSource,
+    *,
+    transfer: str,
+    decode: Callable[[str], DecodePort] | None = None,
+) -> AsyncIterator[Prefiller]:
+    """The core over `worker`, whose engine thread runs. `decode(address)` reaches a decode rank; None: over gRPC."""
+    config = start.config
+    info = worker.info("prefill", identity, transfer)
+    batcher = PrefillBatcher(worker.runner, config.engine.max_batch_tokens)
+    worker.engine.add_source(batcher)
+    faults = start.faults()
+    pusher = Pusher(
+        source,
+        worker.rows,
+        worker.layout.block_size,
+        worker.layout.layer_count,
+        config.prefill.expiry_margin_s,
+        faults,
+    )
+    pusher.start()
+    publisher = Publisher(identity, lambda: _catalogue(registry, peers), start.clock, config.kvstore.publish_ttl_s)
+    worker.blocks.on_evict = publisher.withdraw
+    try:
+        async with (
+            Prefiller.open(
+                config.prefill,
+                info,
+                pool=worker.blocks,
+                batcher=batcher,
+                pusher=pusher,
+                decode=decode or peers.decode,
+                publisher=publisher,
+                clock=start.clock,
+                faults=faults,
+            ) as core,
+            _running(publisher.run()),
+        ):
+            yield core
+    finally:
+        await asyncio.to_thread(pusher.stop, 2 * config.transfer.timeout_s)
+
+
+def _catalogue(registry: Registry, peers: Peers) -> KvStoreClient | None:
+    members = registry.members("kvstore")
+    return peers.kvstore(members[0].identity.address) if members else None
+
+
+@contextlib.asynccontextmanager
+async def _running(work) -> AsyncIterator[None]:
+    """A background coroutine that lives as long as the block."""
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(work)
+        try:
+            yield
+        finally:
+            task.cancel()
