@@ -97,6 +97,8 @@ class MooncakeTarget:
     def __init__(self, pool: torch.Tensor, host: str):
         self._pool, self._host = pool, host
         self._geometry = geometry_of(pool)
+        _check_environment()
+        _check_build(pool.is_cuda)
         self._lock = threading.Lock()
         self._engine: _Engine | None = _Engine(self._geometry, host)
 
@@ -112,9 +114,12 @@ class MooncakeTarget:
         with self._lock:
             if self._engine is None:
                 raise TransferError("this transfer target is closed", reason=FAILED)
-            old, self._engine = self._engine, None
+            old = self._engine
             try:
                 self._engine = _Engine(self._geometry, self._host)
+            except BaseException:
+                self._engine = None
+                raise
             finally:
                 old.close()
             return self.descriptor()
@@ -136,6 +141,8 @@ class MooncakeSource:
         """`timeout_s`: one push at most, plus a second for each GB."""
         self._pool, self._host, self._timeout_s, self._now = pool, host, timeout_s, now
         self._geometry = geometry_of(pool)
+        _check_environment()
+        _check_build(pool.is_cuda)
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._silent_until: dict[str, float] = {}
@@ -189,7 +196,6 @@ class _Engine:
     """One Mooncake engine and the pool registered with it."""
 
     def __init__(self, geometry: PoolGeometry, host: str):
-        _check_environment()
         self._vendor, self.session, self._ports = _open(geometry, f"[{host}]" if ":" in host else host)
 
     def write(
@@ -232,9 +238,6 @@ class _Engine:
 
 def _open(geometry: PoolGeometry, host: str) -> tuple[Any, str, frozenset[int]]:
     """An engine with the pool registered, its session, and its listening ports."""
-    reason = why_not_mooncake()
-    if reason:
-        raise ConfigError(reason, field="transfer.backend")
     with _opening:
         vendor, ports = _start(host)
     code = vendor.register_memory(geometry.base_address, geometry.total_bytes)
@@ -296,6 +299,18 @@ def _own_listeners() -> Iterator[tuple[int, int]]:
     for port, connection in _own_sockets():
         if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             yield port, connection.fileno()
+
+
+def _check_build(on_gpu: bool) -> None:
+    """Raise ConfigError when Mooncake does not load, or would take device addresses for host memory and crash."""
+    reason = why_not_mooncake()
+    if reason is None and on_gpu:
+        import mooncake.engine
+
+        if not mooncake.engine.SUPPORT_CUDA:
+            reason = "the pool is in GPU memory and this Mooncake is built without CUDA; install extra `gpu`, not `cpu`"
+    if reason:
+        raise ConfigError(reason, field="transfer.backend")
 
 
 def _check_environment() -> None:

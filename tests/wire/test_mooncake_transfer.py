@@ -425,6 +425,31 @@ def test_without_its_settings_in_the_environment_no_engine_opens(monkeypatch):
         open_target("mooncake", torch.zeros(SMALL), "127.0.0.1")
 
 
+def test_a_pool_in_gpu_memory_needs_a_build_with_cuda():
+    import mooncake.engine as vendor
+
+    if vendor.SUPPORT_CUDA:
+        pytest.skip("this Mooncake has CUDA")
+    with pytest.raises(ConfigError, match="without CUDA"):
+        mooncake._check_build(on_gpu=True)
+
+
+def test_a_descriptor_is_there_at_any_moment_of_a_fence(decode):
+    _, target = decode
+    sessions, ended = set(), threading.Event()
+
+    def read():
+        while not ended.is_set():
+            sessions.add(target.descriptor().session)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    expected = {target.descriptor().session} | {target.fence().session for _ in range(5)}
+    ended.set()
+    reader.join()
+    assert sessions <= expected
+
+
 def test_ports_lie_in_the_range_that_was_set(decode):
     _, target = decode
     assert all(21000 <= port <= 22999 for port in target._engine._ports)
