@@ -22,9 +22,9 @@ START_TIMEOUT_S = 10.0
 
 
 class BundledRedis:
-    """`with BundledRedis(port) as server: ... server.url`. Start it in the main thread."""
+    """`with BundledRedis(port) as server: ... server.url`. Port 0 takes a free one. Start it in the main thread."""
 
-    def __init__(self, port: int, host: str = "127.0.0.1"):
+    def __init__(self, port: int = 0, host: str = "127.0.0.1"):
         self.host, self.port = host, port
         self._child: subprocess.Popen | None = None
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -47,6 +47,7 @@ class BundledRedis:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((self.host, self.port))
+                self.port = probe.getsockname()[1]
             except OSError as error:
                 raise ConfigError(f"cannot start Redis on {self.host}:{self.port}: {error.strerror}") from error
         self._directory = tempfile.TemporaryDirectory(prefix="headrace-redis-")

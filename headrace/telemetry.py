@@ -392,9 +392,14 @@ class Ring(SpanProcessor):
             lines = []
             with contextlib.suppress(IndexError):
                 while True:
-                    lines.append(json.dumps(asdict(_plain(self._waiting.popleft())), separators=(",", ":")) + "\n")
-            if lines:
-                self._write("".join(lines).encode())
+                    plain = asdict(_plain(self._waiting.popleft()))
+                    lines.append(json.dumps(plain, separators=(",", ":")).encode() + b"\n")
+            try:
+                self._write(lines)
+            except OSError as error:
+                if not self._failed:
+                    log.warning("spans are lost: %s", error)
+                self._failed = True
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -403,16 +408,23 @@ class Ring(SpanProcessor):
             self._arrived.clear()
             self.flush()
 
-    def _write(self, data: bytes) -> None:
-        try:
-            if self.path.exists() and self.path.stat().st_size + len(data) > self._half_bytes:
-                self.path.replace(self.path.with_suffix(".jsonl.1"))
+    def _write(self, lines: Sequence[bytes]) -> None:
+        size = self.path.stat().st_size if self.path.exists() else 0
+        fitting: list[bytes] = []
+        for line in lines:
+            if size + len(line) > self._half_bytes:
+                self._append(fitting)
+                if self.path.exists():
+                    self.path.replace(self.path.with_suffix(".jsonl.1"))
+                size, fitting = 0, []
+            size += len(line)
+            fitting.append(line)
+        self._append(fitting)
+
+    def _append(self, lines: Sequence[bytes]) -> None:
+        if lines:
             with self.path.open("ab", buffering=0) as file:
-                file.write(data[-self._half_bytes :].partition(b"\n")[2] if len(data) > self._half_bytes else data)
-        except OSError as error:
-            if not self._failed:
-                log.warning("spans are lost: %s", error)
-            self._failed = True
+                file.write(b"".join(lines))
 
     def _prepare(self, directory: Path) -> None:
         try:
