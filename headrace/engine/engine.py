@@ -1,0 +1,271 @@
+"""The engine alone, on the calling thread: no process, no wire, no transfer. The oracle for everything above it.
+
+`EngineParts` is what every process that computes opens; `Engine` runs a list of prompts through it with the same
+batchers that the services use, prefill and decode taking turns over one pool.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from headrace.cache.blocks import BlockPool
+from headrace.cache.latent import LatentPool
+from headrace.config import EngineConfig
+from headrace.engine.decode import DecodeBatcher
+from headrace.engine.prefill import PrefillBatcher
+from headrace.engine.request import DecodeSequence, PrefillJob, PrefillSequence, SampledToken
+from headrace.engine.runner import Runner
+from headrace.engine.sampler import Sampler
+from headrace.errors import ConfigError, InvalidRequest
+from headrace.model.deepseek import Transformer
+from headrace.model.weights import load_transformer
+from headrace.protocol import FinishReason, FirstToken, SamplingParams
+
+
+@dataclass
+class EngineParts:
+    """A loaded model, the pool its rows live in, who owns which block, and the runner over them."""
+
+    transformer: Transformer
+    pool: LatentPool
+    blocks: BlockPool
+    runner: Runner
+    max_context: int
+
+    @classmethod
+    def load(cls, directory: str | Path, config: EngineConfig, *, max_context_tokens: int = 0) -> EngineParts:
+        """Opens a checkpoint. Raises CheckpointError, or ConfigError naming the setting.
+
+        `max_context_tokens` 0: what the checkpoint says. Block size and exact mode follow the device when left open.
+        """
+        device = torch.device(config.device)
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        exact = device.type == "cpu" if config.exact is None else config.exact
+        transformer = load_transformer(directory, device=device, exact=exact)
+        transformer.moe_dp_chunk_tokens = config.moe_dp_chunk_tokens
+        transformer.moe_activation_chunk_tokens = config.moe_activation_chunk_tokens
+        return cls.over(transformer, config, max_context_tokens=max_context_tokens)
+
+    @classmethod
+    def over(cls, transformer: Transformer, config: EngineConfig, *, max_context_tokens: int = 0) -> EngineParts:
+        """A pool, block owners and a runner for a model that is loaded already."""
+        model = transformer.config
+        longest = model.max_position_embeddings
+        if max_context_tokens > longest:
+            raise ConfigError(
+                f"model.max_context_tokens = {max_context_tokens}, the checkpoint ends at {longest}",
+                field="model.max_context_tokens",
+            )
+        block_size = config.block_size or (16 if transformer.device.type == "cpu" else 64)
+        pool = LatentPool(
+            model.num_hidden_layers,
+            config.num_blocks,
+            block_size,
+            model.row_dim,
+            transformer.pool_dtype,
+            transformer.device,
+        )
+        max_context = max_context_tokens or longest
+        sampler = Sampler(model.vocab_size, transformer.device)
+        runner = Runner(transformer, pool, sampler, max_context)
+        return cls(transformer, pool, BlockPool(config.num_blocks, block_size), runner, max_context)
+
+
+@dataclass
+class Output:
+    """One finished sample. `logprobs` and `top` run in parallel with `token_ids` and are empty when not asked for."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    finish_reason: FinishReason = FinishReason.NONE
+
+
+OnToken = Callable[[int, SampledToken], None]
+"""Hears of each token as it is drawn: (index of the prompt, token)."""
+
+
+@dataclass
+class _Request:
+    """One prompt on its way: `tables[i]` is the block table of sample i."""
+
+    index: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    outputs: list[Output]
+    tables: list[list[int]] = field(default_factory=list)
+
+
+class Engine:
+    """Continuous batching over one pool. Not thread-safe; every call of `generate` ends with an empty pool."""
+
+    def __init__(self, parts: EngineParts, config: EngineConfig):
+        self.parts = parts
+        self.prefill = PrefillBatcher(parts.runner, config.max_batch_tokens)
+        self.decode = DecodeBatcher(parts.runner, config.max_batch_size, self._on_step, self._on_failure)
+        self._on_token: OnToken | None = None
+        self._requests: dict[int, _Request] = {}
+        self._failure: Exception | None = None
+
+    @classmethod
+    def load(cls, directory: str | Path, config: EngineConfig | None = None) -> Engine:
+        """Opens a checkpoint; see EngineParts.load."""
+        config = config or EngineConfig()
+        return cls(EngineParts.load(directory, config), config)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        on_token: OnToken | None = None,
+    ) -> list[list[Output]]:
+        """For each prompt its `n` samples, in order. Stop strings are text and not this engine's business.
+
+        Raises InvalidRequest for a prompt that is empty, too long or could never find room; then nothing has run.
+        """
+        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+        waiting = deque(
+            _Request(index, tuple(prompt), one, [Output() for _ in range(one.n)])
+            for index, (prompt, one) in enumerate(zip(prompts, each, strict=True))
+        )
+        everyone = list(waiting)
+        for request in everyone:
+            self._check(request)
+        self._on_token, self._failure = on_token, None
+        try:
+            while waiting or self._requests:
+                self._admit(waiting)
+                for source in (self.prefill, self.decode):
+                    if source.has_work():
+                        source.run_once()
+                    if self._failure is not None:
+                        raise self._failure
+        except BaseException:
+            self._abandon()
+            raise
+        return [request.outputs for request in everyone]
+
+    def _check(self, request: _Request) -> None:
+        limit = self.parts.max_context
+        if not 1 <= len(request.prompt) <= limit:
+            raise InvalidRequest(f"a prompt of {len(request.prompt)} tokens; 1 to {limit} are served", field="prompt")
+        shared, own = self._seats(request)
+        if shared + request.sampling.n * own > self.parts.blocks.num_blocks:
+            raise InvalidRequest(
+                f"{shared} + {request.sampling.n} x {own} blocks needed, the pool has {self.parts.blocks.num_blocks}",
+                field="sampling.max_tokens",
+            )
+
+    def _seats(self, request: _Request) -> tuple[int, int]:
+        """Full prompt blocks that all samples share, and blocks of each sample's own."""
+        length = len(request.prompt)
+        total = min(length + request.sampling.max_tokens, max(self.parts.max_context, length))
+        shared = length // self.parts.blocks.block_size
+        return shared, self.parts.blocks.blocks_for(total) - shared
+
+    def _admit(self, waiting: deque[_Request]) -> None:
+        while waiting:
+            shared, own = self._seats(waiting[0])
+            if not self.parts.blocks.can_allocate(shared + waiting[0].sampling.n * own):
+                return
+            request = waiting.popleft()
+            self._place(request, shared, own)
+            self._requests[request.index] = request
+            self.prefill.add(self._job(request))
+
+    def _place(self, request: _Request, shared: int, own: int) -> None:
+        first = self.parts.blocks.allocate(shared + own)
+        request.tables = [list(first)]
+        for _ in range(1, request.sampling.n):
+            self.parts.blocks.share(first[:shared])
+            request.tables.append([*first[:shared], *self.parts.blocks.allocate(own)])
+
+    def _job(self, request: _Request) -> PrefillJob:
+        count = request.sampling.n
+        return PrefillJob(
+            key=str(request.index),
+            sequences=[PrefillSequence(0, list(request.prompt), request.tables[0])],
+            sampling=request.sampling,
+            sample_indices=tuple(range(count)),
+            delivered_counts=(0,) * count,
+            prompt_length=len(request.prompt),
+            on_tokens=lambda tokens: self._start(request, tokens),
+            on_error=self._on_error,
+        )
+
+    def _start(self, request: _Request, tokens: list[FirstToken]) -> None:
+        """The prompt's rows are there: gives every further sample its copy of the partial block, then steps them."""
+        rest = len(request.prompt) % self.parts.blocks.block_size
+        shared = len(request.prompt) // self.parts.blocks.block_size
+        if rest:
+            for table in request.tables[1:]:
+                self.parts.pool.copy_rows(request.tables[0][shared], table[shared], rest)
+        if not tokens:
+            for sample_index, output in enumerate(request.outputs):
+                output.finish_reason = FinishReason.LENGTH
+                self._finish(request, sample_index)
+            return
+        for token in tokens:
+            logprob = None if request.sampling.logprobs is None else token.logprob
+            self._record(
+                SampledToken(
+                    request.index,
+                    token.sample_index,
+                    token.position,
+                    token.token_id,
+                    logprob,
+                    token.top,
+                    token.finish_reason,
+                )
+            )
+        running = [token for token in tokens if token.finish_reason is FinishReason.NONE]
+        self.decode.add([self._sequence(request, token) for token in running])
+
+    def _sequence(self, request: _Request, token: FirstToken) -> DecodeSequence:
+        table = request.tables[token.sample_index]
+        return DecodeSequence(
+            request.index, token.sample_index, request.sampling, request.prompt, [token.token_id], table
+        )
+
+    def _on_step(self, tokens: list[SampledToken]) -> None:
+        for token in tokens:
+            self._record(token)
+
+    def _record(self, token: SampledToken) -> None:
+        request = self._requests[token.handle]
+        output = request.outputs[token.sample_index]
+        output.token_ids.append(token.token_id)
+        if token.logprob is not None:
+            output.logprobs.append(token.logprob)
+            output.top.append(token.top)
+        output.finish_reason = token.finish_reason
+        if self._on_token is not None:
+            self._on_token(token.handle, token)
+        if token.finish_reason is not FinishReason.NONE:
+            self._finish(request, token.sample_index)
+
+    def _finish(self, request: _Request, sample_index: int) -> None:
+        self.parts.blocks.free(request.tables[sample_index])
+        request.tables[sample_index] = []
+        if not any(request.tables):
+            del self._requests[request.index]
+
+    def _on_failure(self, sequences: list[DecodeSequence], error: Exception) -> None:
+        self._on_error(error)
+
+    def _on_error(self, error: Exception) -> None:
+        self._failure = self._failure or error
+
+    def _abandon(self) -> None:
+        for request in self._requests.values():
+            self.prefill.cancel(str(request.index))
+            self.decode.remove(request.index)
+            for table in request.tables:
+                self.parts.blocks.free(table)
+        self._requests.clear()
