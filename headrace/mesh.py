@@ -160,7 +160,11 @@ class Mesh:
         log = Path(self.plan.run_directory) / "logs" / f"{process.name}.log"
         with log.open("ab") as output:
             child = start_child(
-                self._command(process), stdout=subprocess.PIPE, stderr=output, directory=Path(__file__).parents[1]
+                self._command(process),
+                environment=configuration.THREAD_ENVIRONMENT,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                directory=Path(__file__).parents[1],
             )
         self.running[process.name] = Running(process, child, log)
         return self.running[process.name]

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace import config as configuration
+
+configuration.apply_environment(configuration.THREAD_ENVIRONMENT)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--full` runs the counts the acceptance list names instead of those that fit a laptop's patience."""

@@ -7,6 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
+from headrace import config as configuration
 from headrace.cli import bench, chat, demo, doctor, evaluate, generate, trace, up
 from headrace.errors import CallerError, ConfigError, HeadraceError
 
@@ -29,6 +30,7 @@ app.add_typer(bench.app, name="bench", help="Measure.")
 
 def main() -> None:
     """Entry point of `headrace`."""
+    configuration.apply_environment(configuration.THREAD_ENVIRONMENT)
     try:
         app()
     except HeadraceError as error:
