@@ -1,0 +1,71 @@
+"""One router process: `python -m services.router`. It loads no torch, no mooncake and no Rust extension.
+
+The line on stdout says that it listens; health says SERVING only while a canary token has gone through some pair of workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+
+from headrace import config as configuration
+from headrace import rpc
+from headrace.client import Peers
+from headrace.process import Start, print_ready, run_service
+from headrace.protocol import WorkerIdentity
+from services.router.checkpoint import Checkpoint
+from services.router.core import Router
+from services.router.prefix import KvStorePrefixes
+from services.router.server import SERVICES, register
+from services.router.workers import PeerDialer
+
+
+async def main(start: Start) -> None:
+    """Loads the tokenizer, watches the workers, serves until a signal."""
+    config = start.config
+    checkpoint = Checkpoint.load(configuration.model_directory(config), config.model.max_context_tokens)
+    start = dataclasses.replace(start, port=start.port or config.router.port or rpc.unused_port(config.mesh.host))
+    identity = WorkerIdentity(f"{config.mesh.host}:{start.port}", start.epoch)
+    async with contextlib.AsyncExitStack() as stack:
+        peers = Peers()
+        stack.push_async_callback(peers.close)
+        registry = await stack.enter_async_context(start.open_registry())
+        router = await stack.enter_async_context(
+            Router.open(
+                config.router,
+                checkpoint,
+                identity,
+                membership=registry,
+                dialer=PeerDialer(peers, rpc.check_health),
+                clock=start.clock,
+                prefixes=KvStorePrefixes(registry, peers),
+                claims=registry,
+            )
+        )
+        server, _ = await start.listen(register(router, config.router.default_deadline_s), SERVICES)
+        stack.push_async_callback(server.stop, None)
+        await registry.announce("router", identity, {"rank": start.rank, "model": checkpoint.name})
+        print_ready(start.service, identity)
+        async with asyncio.TaskGroup() as tasks:
+            telling = tasks.create_task(tell_health(router, server))
+
+            async def drain(grace_s: float) -> None:
+                telling.cancel()
+                await registry.withdraw()
+                await router.drain(grace_s)
+
+            await rpc.serve_until_signal(server, drain, config.mesh.drain_grace_s)
+
+
+async def tell_health(router: Router, server: rpc.Server) -> None:
+    """Keeps health in step with whether a pair of workers is ready."""
+    while True:
+        await router.wait_ready(True)
+        await server.set_serving(router.is_ready)
+        await router.wait_ready(False)
+        await server.set_serving(False)
+
+
+if __name__ == "__main__":
+    run_service("router", main)

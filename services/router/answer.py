@@ -1,0 +1,175 @@
+"""The answer under construction: token ids per sample become text, deltas and an end.
+
+Tokens come in by position and are final from then on: every later attempt gets them as input. A sample ends here by the
+same rules as in the engines (end token, stop token, length) and by stop strings, which only the router sees. What follows
+the end is ignored. Work per token: a set lookup, an append, the detokeniser.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+
+from headrace.errors import HeadraceError, Overloaded
+from headrace.model.text import TextStream, TokenBytes
+from headrace.protocol import FinishReason, GenerateEvent, SampleDelta, SamplingParams, TokenLogprob
+
+Top = Sequence[tuple[tuple[int, float], ...]]
+
+
+class _Sample:
+    """One sample: every id so far, how many of them were sent, and the text in between."""
+
+    __slots__ = ("ids", "sent", "text", "logprobs", "reason", "closed")
+
+    def __init__(self, tokenizer: TokenBytes, stop: Sequence[str]):
+        self.ids: list[int] = []
+        self.sent = 0
+        self.text = TextStream(tokenizer, stop)
+        self.logprobs: list[TokenLogprob] = []
+        self.reason = FinishReason.NONE
+        self.closed = False
+
+
+class Answer:
+    """All samples of one request. `interval` is tokens per delta after the first; `final_only` gives all at the end."""
+
+    def __init__(self, tokenizer: TokenBytes, sampling: SamplingParams, interval: int, final_only: bool = False):
+        self._samples = [_Sample(tokenizer, sampling.stop) for _ in range(sampling.n)]
+        self._eos = frozenset(() if sampling.ignore_eos else sampling.eos_token_ids)
+        self._stop_ids = self._eos | frozenset(sampling.stop_token_ids)
+        self._max_tokens = sampling.max_tokens
+        self._wants_logprobs = sampling.logprobs is not None
+        self._interval = interval
+        self._final_only = final_only
+        self._running = sampling.n
+        self.cut_samples: list[int] = []
+        """Samples that a stop string ended, in that order: workers do not know until they are told."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sample has ended."""
+        return self._running == 0
+
+    def count(self, sample_index: int) -> int:
+        """Tokens of one sample so far, which is also the output position of its next token."""
+        return len(self._samples[sample_index].ids)
+
+    def ids(self, sample_index: int) -> tuple[int, ...]:
+        """Tokens of one sample so far."""
+        return tuple(self._samples[sample_index].ids)
+
+    def is_running(self, sample_index: int) -> bool:
+        """Whether the sample exists and has not ended."""
+        return 0 <= sample_index < len(self._samples) and not self._samples[sample_index].reason
+
+    def running(self) -> tuple[int, ...]:
+        """Samples that have not ended."""
+        return tuple(index for index, sample in enumerate(self._samples) if not sample.reason)
+
+    @property
+    def num_samples(self) -> int:
+        """n."""
+        return len(self._samples)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples."""
+        return sum(len(sample.ids) for sample in self._samples)
+
+    def push(
+        self, sample_index: int, token_ids: Sequence[int], logprobs: Sequence[float] | None = None, top: Top = ()
+    ) -> None:
+        """Appends the next tokens of a running sample; `logprobs` and `top` run in parallel to them."""
+        sample = self._samples[sample_index]
+        before = len(sample.ids)
+        for token in token_ids:
+            sample.ids.append(token)
+            if token in self._stop_ids:
+                self._close(sample, FinishReason.EOS if token in self._eos else FinishReason.STOP)
+            elif sample.text.push(token):
+                self.cut_samples.append(sample_index)
+                self._close(sample, FinishReason.STOP)
+            elif len(sample.ids) >= self._max_tokens:
+                self._close(sample, FinishReason.LENGTH)
+            if sample.reason:
+                break
+        if self._wants_logprobs and logprobs is not None:
+            for index, token in enumerate(sample.ids[before:]):
+                sample.logprobs.append(TokenLogprob(token, logprobs[index], tuple(top[index]) if top else ()))
+
+    def end(self, sample_index: int, reason: FinishReason) -> None:
+        """A worker says that the sample is over. What ended it here first stays."""
+        self._close(self._samples[sample_index], reason)
+
+    def take(self) -> tuple[SampleDelta, ...]:
+        """Deltas that are due now."""
+        if self._final_only and not self.finished:
+            return ()
+        return tuple(self._delta(i, x) for i, x in enumerate(self._samples) if self._is_due(x))
+
+    def _is_due(self, sample: _Sample) -> bool:
+        if sample.reason:
+            return not sample.closed
+        unsent = len(sample.ids) - sample.sent
+        return unsent >= self._interval or (unsent > 0 and sample.sent == 0)
+
+    def _delta(self, index: int, sample: _Sample) -> SampleDelta:
+        ended = bool(sample.reason)
+        delta = SampleDelta(
+            sample_index=index,
+            first_position=sample.sent,
+            token_ids=tuple(sample.ids[sample.sent :]),
+            text=sample.text.finish() if ended else sample.text.take(),
+            logprobs=tuple(sample.logprobs),
+            finish_reason=sample.reason,
+            matched_stop=(sample.text.matched_stop or "") if ended else "",
+        )
+        sample.sent, sample.closed = len(sample.ids), ended
+        sample.logprobs.clear()
+        return delta
+
+    def _close(self, sample: _Sample, reason: FinishReason) -> None:
+        if not sample.reason:
+            sample.reason = reason
+            self._running -= 1
+
+
+class Outbox:
+    """Messages between the workers' streams and one reader: bounded, because a reader may stall."""
+
+    def __init__(self, max_messages: int):
+        self._max_messages = max_messages
+        self._events: deque[GenerateEvent] = deque()
+        self._changed = asyncio.Event()
+        self._closed = False
+        self._error: HeadraceError | None = None
+
+    def put(self, event: GenerateEvent) -> None:
+        """Raises Overloaded when the reader has left too many messages unread."""
+        if len(self._events) >= self._max_messages:
+            raise Overloaded(f"reader stalled: {self._max_messages} messages unread", reason="READER_STALLED")
+        self._events.append(event)
+        self._changed.set()
+
+    def close(self, error: HeadraceError | None = None) -> None:
+        """No more messages; what was put is still read, then `error` is raised. Only the first close counts."""
+        if not self._closed:
+            self._closed, self._error = True, error
+            self._changed.set()
+
+    async def read(self) -> AsyncIterator[GenerateEvent]:
+        """Messages until the end. A stalled reader's error comes at once, without the unread ones."""
+        while True:
+            if self._error is not None and self._error.reason == "READER_STALLED":
+                raise self._error
+            if self._events:
+                yield self._events.popleft()
+            elif self._closed:
+                break
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+        if self._error is not None:
+            raise self._error
