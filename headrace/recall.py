@@ -99,32 +99,40 @@ class Fact:
 class Draft:
     """A text under construction, as (text, kind) pieces.
 
-    The last piece is always a terminator (a full stop, a line break, a special token), so that `break_paragraph` can turn
-    it into a paragraph's end. Pieces given with a leading blank lose it at the start of a line.
+    `break_paragraph` turns the last terminator (a full stop, a line break) into a paragraph's end. Pieces given with a
+    leading blank lose it at the start of a line. Training derives from it and keeps ids instead of text.
     """
 
     pieces: list[tuple[str, Kind]] = field(default_factory=list)
     at_line_start: bool = True
+    _last_terminator: tuple[str, Kind] = ("<|begin|>", Kind.TEMPLATE)
 
     def add(self, text: str, kind: Kind = Kind.TEMPLATE) -> None:
         """Append words; `text` starts with a blank unless it continues a word or starts a line."""
         if self.at_line_start:
             text = text.lstrip(" ")
         if text:
-            self.pieces.append((text, kind))
+            self.append(text, kind)
             self.at_line_start = False
 
     def end(self, terminator: str, kind: Kind = Kind.TEMPLATE) -> None:
         """Append a terminator: `.`, a line break, both, or a special token."""
-        self.pieces.append((terminator, kind))
+        self.append(terminator, kind)
+        self._last_terminator = (terminator, kind)
         self.at_line_start = terminator.endswith(("\n", "|>"))
 
     def break_paragraph(self) -> None:
-        """Make the last terminator end a paragraph. Does nothing at the very start or after a special token."""
-        if self.pieces and not self.pieces[-1][0].endswith("|>"):
-            terminator, kind = self.pieces[-1]
-            self.pieces[-1] = (terminator.rstrip("\n") + "\n\n", kind)
-            self.at_line_start = True
+        """Make the terminator just added end a paragraph. Does nothing at the very start or after a special token."""
+        terminator, kind = self._last_terminator
+        if not terminator.endswith("|>"):
+            self.drop_last()
+            self.end(terminator.rstrip("\n") + "\n\n", kind)
+
+    def append(self, text: str, kind: Kind) -> None:
+        self.pieces.append((text, kind))
+
+    def drop_last(self) -> None:
+        self.pieces.pop()
 
     @property
     def text(self) -> str:
@@ -149,7 +157,7 @@ QUESTIONS = ("statement", "plain", "block", "chat")
 
 
 def state(draft: Draft, shape: str, fact: Fact) -> None:
-    """Append a statement of the fact. A line shape needs a draft that is at the start of a line."""
+    """Append a statement of the fact; a line shape begins its own line."""
     _stem(draft, shape, fact)
     draft.add(" " + fact.value, Kind.RANDOM)
     draft.end(SHAPES[shape][2])
@@ -157,6 +165,8 @@ def state(draft: Draft, shape: str, fact: Fact) -> None:
 
 def _stem(draft: Draft, shape: str, fact: Fact) -> None:
     before_key, before_value, _ = SHAPES[shape]
+    if shape in LINE_SHAPES and not draft.at_line_start:
+        draft.break_paragraph()
     draft.add(before_key.format(attribute=fact.attribute))
     draft.add(" " + fact.key, Kind.RANDOM)
     draft.add(before_value.format(attribute=fact.attribute))
@@ -165,7 +175,8 @@ def _stem(draft: Draft, shape: str, fact: Fact) -> None:
 def ask(draft: Draft, question: str, shape: str, fact: Fact, asking: int = 0) -> str:
     """Append a question up to the point where its answer follows; returns the terminator that ends the answer.
 
-    question  one of QUESTIONS: the statement again, a plain question, a Question/Answer block, a chat turn
+    question  one of QUESTIONS: the statement again, a plain question, a Question/Answer block, a chat turn; or `turn`,
+              which ends a user turn that is already open
     asking    which wording of the question, an index below 3
     """
     if question == "statement":
@@ -402,8 +413,6 @@ class _Page:
             if isinstance(entry, str):
                 add_sentence(draft, entry, Kind.FILLER)
                 continue
-            if self._shape in LINE_SHAPES and not draft.at_line_start:
-                draft.break_paragraph()
             state(draft, self._shape, entry)
         ask(draft, "plain" if self._question == "chat" else self._question, self._shape, self._asked, self._asking)
         return draft
