@@ -62,9 +62,10 @@ class ToyTransformer:
         rows = pool.rows[:, blocks, at % pool.block_size]  # [layers, length, 2]
         assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0, :, 1], at.float()), "a row is not where it belongs"
         seed = np.random.SeedSequence(rows[0, :, 0].to(torch.int64).tolist())
-        return np.random.Generator(np.random.PCG64(seed)).uniform(-4, 4, self.config.vocab_size).astype(
-            np.float32
-        ) + self.shift
+        return (
+            np.random.Generator(np.random.PCG64(seed)).uniform(-4, 4, self.config.vocab_size).astype(np.float32)
+            + self.shift
+        )
 
 
 def toy_parts(num_blocks: int = 64, block_size: int = 4, max_context: int = 256) -> EngineParts:
