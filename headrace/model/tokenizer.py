@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.machinery
 import importlib.util
 import json
 import platform
@@ -228,7 +229,8 @@ def _engine_module() -> ModuleType:
     """The extension module of pytorch-tokenizers alone: its package would import Rust."""
     package = importlib.util.find_spec("pytorch_tokenizers")  # finds it, does not import it
     for folder in (package.submodule_search_locations or []) if package else []:
-        for path in sorted(Path(folder).glob("pytorch_tokenizers_cpp*.so")):
+        paths = [Path(folder) / f"pytorch_tokenizers_cpp{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+        if path := next(filter(Path.is_file, paths), None):
             spec = importlib.util.spec_from_file_location("pytorch_tokenizers_cpp", path)
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
