@@ -50,7 +50,7 @@ class ExpertGaps:
 
     def __init__(self, model):
         self.layers: list[torch.Tensor] = []
-        for name, module in model.named_modules():
+        for module in model.modules():
             if type(module).__name__ == "DeepseekV3TopkRouter":
                 module.register_forward_hook(self._watch)
 
