@@ -18,7 +18,6 @@ from headrace.engine.request import SampledToken
 from headrace.errors import TransferError, Unavailable
 from headrace.faults import Faults
 from services.decode.core import Collaborators, Decoder
-from services.decode.seats import sequence_slots
 
 NUM_LAYERS, BLOCK_SIZE = 3, 4
 WRITER = p.WorkerIdentity("127.0.0.1:7001", "writer-epoch-one")
@@ -35,8 +34,8 @@ class FakeEngine:
         self.removing = asyncio.Event()
         self.removing.set()
 
-    def connect(self, on_step, on_error):
-        self.on_step, self.on_error = on_step, on_error
+    def connect(self, on_step, on_failure):
+        self.on_step, self.on_failure = on_step, on_failure
 
     def add(self, sequences):
         for sequence in sequences:
@@ -106,11 +105,16 @@ class Rows:
         self.values = np.zeros((NUM_LAYERS, num_blocks * BLOCK_SIZE), dtype=np.int64)
         self.slow = None
 
-    def checksum(self, layer, slots, first_position):
+    def checksum(self, layer, blocks, first_row, num_rows):
         if self.slow is not None:
             self.slow.wait(5)
-        positions = np.arange(first_position, first_position + len(slots))
-        return int((self.values[layer, slots] * (2 * positions + 1)).sum())
+        positions = np.arange(first_row, first_row + num_rows)
+        return int((self.values[layer, self.slots(blocks, first_row, num_rows)] * (2 * positions + 1)).sum())
+
+    @staticmethod
+    def slots(blocks, first_row, num_rows):
+        positions = np.arange(first_row, first_row + num_rows)
+        return np.asarray(blocks)[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
 
     def copy_rows(self, source, target, num_rows):
         for layer in self.values:
@@ -122,12 +126,12 @@ class Rows:
         """Writes what a reservation owes, as a prefill rank would, and says what was written."""
         manifest = []
         for sequence in reservation.sequences:
-            slots = sequence_slots(sequence, BLOCK_SIZE)
+            where = (sequence.block_ids, sequence.first_row, sequence.num_rows)
             for layer in range(NUM_LAYERS):
-                self.values[layer, slots] = 1000 * (layer + 1) + np.arange(len(slots)) + sequence.first_row
+                values = 1000 * (layer + 1) + np.arange(sequence.num_rows) + sequence.first_row
+                self.values[layer, self.slots(*where)] = values
             layers = tuple(
-                p.LayerManifest(sequence.num_rows, self.checksum(layer, slots, sequence.first_row))
-                for layer in range(NUM_LAYERS)
+                p.LayerManifest(sequence.num_rows, self.checksum(layer, *where)) for layer in range(NUM_LAYERS)
             )
             manifest.append(p.SequenceManifest(sequence.sample_index, sequence.first_row, layers))
         return tuple(manifest)

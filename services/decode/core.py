@@ -1,7 +1,7 @@
 """One decode rank's decisions: who gets room, which commits are right, which tokens go where, when blocks come back.
 
-Everything here runs on the event loop. The engine thread reaches it through `on_step` and `on_engine_error`, which only post
-to the loop; checksums, row copies and the fence run in worker threads. Blocks of an ended request come back
+Everything here runs on the event loop. The engine thread reaches it through `on_step` and `on_failure`, which only post to
+the loop; checksums, row copies and the fence run in worker threads. Blocks of an ended request come back
 once nobody can touch them any more: its writer says so (`stop_writer`), or the transfer target is fenced.
 """
 
@@ -24,7 +24,7 @@ from headrace import logs, telemetry
 from headrace.cache.blocks import BlockPool, BlockState
 from headrace.clock import Clock
 from headrace.config import DecodeConfig
-from headrace.engine.request import DecodeSequence
+from headrace.engine.request import DecodeSequence, SampledToken
 from headrace.errors import (
     Cancelled,
     HeadraceError,
@@ -65,8 +65,8 @@ FENCE_RETRY_S = 1.0
 RETRY_AFTER_S = 1.0
 """The hint given with RESOURCE_EXHAUSTED."""
 
-Checksum = Callable[[int, np.ndarray, int], int]
-"""(layer, slots [num_rows] int64, first_position) -> signed 64-bit checksum of those rows. Called in a worker thread."""
+Checksum = Callable[[int, Sequence[int], int, int], int]
+"""(layer, blocks, first_row, num_rows) -> signed 64-bit checksum of those token positions. Called in a worker thread."""
 CopyRows = Callable[[int, int, int], None]
 """(source block, target block, rows), in every layer. Called in a worker thread."""
 StopWriter = Callable[[WorkerIdentity, str, float], Awaitable[StopState]]
@@ -76,8 +76,12 @@ StopWriter = Callable[[WorkerIdentity, str, float], Awaitable[StopState]]
 class DecodeEngine(Protocol):
     """The batch that steps, as this core uses it."""
 
-    def connect(self, on_step: Callable[[Sequence], None], on_error: Callable[[BaseException], None]) -> None:
-        """`on_step(sampled tokens)` after each step and `on_error`, when a step failed; both from the engine thread."""
+    def connect(
+        self,
+        on_step: Callable[[Sequence[SampledToken]], None],
+        on_failure: Callable[[Sequence[DecodeSequence], Exception], None],
+    ) -> None:
+        """Both are called in the engine thread: after each step, and when a step lost the sequences named."""
 
     def add(self, sequences: Sequence[DecodeSequence]) -> None:
         """They step from now on. Does not block."""
@@ -175,7 +179,7 @@ class _Step:
     number: int
     began: float
     ended: float
-    tokens: Sequence
+    tokens: Sequence[SampledToken]
 
 
 class Decoder:
@@ -231,7 +235,7 @@ class Decoder:
         """
         async with asyncio.TaskGroup() as tasks:
             core = cls(config, info, collaborators, tasks, stop_wait_s=stop_wait_s, output_chunk=output_chunk)
-            core._engine.connect(core.on_step, core.on_engine_error)
+            core._engine.connect(core.on_step, core.on_failure)
             core._spawn(core._keep_time)
             core._spawn(core._process_steps)
             try:
@@ -390,7 +394,7 @@ class Decoder:
         assert request.promise is not None and request.seats is not None
         sequences = request.promise.sequences
         check_counts(command.manifest, sequences, self._info.layout.layer_count)
-        await self._in_worker(check_rows, command.manifest, sequences, self._pool.block_size, self._checksum)
+        await self._in_worker(check_rows, command.manifest, sequences, self._checksum)
         self._table.accept(request.record)
         self._pool.move(request.seats.held(), BlockState.RUNNING)
         going_on = tuple(s.sample_index for s in command.samples if s.sample_index not in request.dropped)
@@ -638,7 +642,7 @@ class Decoder:
             async for frame in frames:
                 yield frame
 
-    def on_step(self, tokens: Sequence) -> None:
+    def on_step(self, tokens: Sequence[SampledToken]) -> None:
         """One step's SampledTokens; called in the engine thread, costs it one append and one wake-up of the loop."""
         last = self._last_step
         self._last_step = _Step(last.number + 1, last.ended, self._clock.now(), tokens)
@@ -646,14 +650,15 @@ class Decoder:
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
             self._loop.call_soon_threadsafe(self._stepped.set)
 
-    def on_engine_error(self, error: BaseException) -> None:
-        """A step failed; called in the engine thread. Every running request is lost here."""
+    def on_failure(self, sequences: Sequence[DecodeSequence], error: Exception) -> None:
+        """A step failed; called in the engine thread. The requests of these sequences are lost here."""
+        handles = {sequence.handle for sequence in sequences}
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._engine_failed, error)
+            self._loop.call_soon_threadsafe(self._lose, handles, error)
 
-    def _engine_failed(self, error: BaseException) -> None:
-        log.error("a decode step failed", error=error)
-        for request in list(self._running.values()):
+    def _lose(self, handles: set[int], error: Exception) -> None:
+        log.error("a decode step failed", error=error, requests=len(handles))
+        for request in [self._running[handle] for handle in handles if handle in self._running]:
             self._send_error(request, "ENGINE_FAILED")
             self._release_record(request.record, InternalError("a decode step failed"))
 
@@ -678,7 +683,7 @@ class Decoder:
         for stream in touched:
             stream.flush()
 
-    def _take_tokens(self, step: _Step, tokens: Sequence, touched: set[RouterStream]) -> None:
+    def _take_tokens(self, step: _Step, tokens: Sequence[SampledToken], touched: set[RouterStream]) -> None:
         """The one loop that runs once per token: look-ups, an append, nothing else."""
         for token in tokens:
             request = self._running.get(token.handle)

@@ -7,9 +7,8 @@ and copied into the others' at commit; once tokens were delivered the sequences 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from headrace.errors import InvalidRequest, ManifestMismatch
 from headrace.protocol import CommitCommand, ReserveCommand, SequenceManifest, TargetSequence
@@ -150,21 +149,17 @@ def check_counts(
                 )
 
 
-def check_rows(manifest, sequences, block_size: int, checksum) -> None:
+def check_rows(
+    manifest: tuple[SequenceManifest, ...],
+    sequences: tuple[TargetSequence, ...],
+    checksum: Callable[[int, Sequence[int], int, int], int],
+) -> None:
     """Recomputes every checksum from the pool; runs in a worker thread. Raises ManifestMismatch naming the layer.
 
-    `checksum(layer, slots [num_rows] int64, first_position) -> int`.
+    checksum(layer, blocks, first_row, num_rows)  of those token positions of the sequence in `blocks`
     """
     for proof, sequence in zip(manifest, sequences, strict=True):
-        slots = sequence_slots(sequence, block_size)
         for layer, entry in enumerate(proof.layers):
-            found = checksum(layer, slots, sequence.first_row)
+            found = checksum(layer, sequence.block_ids, sequence.first_row, sequence.num_rows)
             if found != entry.checksum:
                 raise ManifestMismatch(f"sample {proof.sample_index}, layer {layer}: the rows are not those pushed")
-
-
-def sequence_slots(sequence: TargetSequence, block_size: int) -> np.ndarray:
-    """[num_rows] int64: where in a layer the rows of a sequence lie."""
-    positions = np.arange(sequence.first_row, sequence.first_row + sequence.num_rows, dtype=np.int64)
-    table = np.asarray(sequence.block_ids, dtype=np.int64)
-    return table[positions // block_size] * block_size + positions % block_size

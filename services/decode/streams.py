@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 
 from headrace import telemetry
 from headrace.clock import Clock
+from headrace.engine.request import SampledToken
 from headrace.errors import HeadraceError, Overloaded, Unavailable
 from headrace.protocol import SampleEnd, SamplingParams, TokenFrame, TokenRecord, WorkerIdentity
 
@@ -39,8 +40,8 @@ class SampleOutput:
         self._logprobs: list[float] | None = None if sampling.logprobs is None else []
         self._top: list[tuple[tuple[int, float], ...]] = []
 
-    def add(self, token) -> bool:
-        """Takes an engine.request.SampledToken; whether the sample's tokens are due."""
+    def add(self, token: SampledToken) -> bool:
+        """Takes a token; whether the sample's tokens are due."""
         tokens = self._tokens
         if not tokens:
             self._first_position = token.position

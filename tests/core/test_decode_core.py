@@ -823,15 +823,18 @@ async def test_a_stalled_reader_is_cut_off_and_its_requests_end():
 
 
 @run
-async def test_a_failed_step_ends_what_runs_and_nothing_else():
+async def test_a_failed_step_ends_what_it_lost_and_nothing_else():
     async with decode_rank() as rank:
-        await rank.start()
+        lost, _ = await rank.start("lost")
+        await rank.start("other")
         await rank.reserve(rank.command("reserved"))
-        rank.engine.on_error(RuntimeError("no"))
+        rank.engine.on_failure([rank.engine.batch[key][0] for key in rank.engine.batch][:1], RuntimeError("no"))
         await until(lambda: rank.ends())
-        assert [end.error_reason for end in rank.ends()] == ["ENGINE_FAILED"]
+        assert [(end.handle, end.error_reason) for end in rank.ends()] == [(lost.handle, "ENGINE_FAILED")]
+        assert rank.core.ledger().running_requests == 1
         assert rank.core.ledger().reserved_requests == 1
         rank.release("reserved")
+        rank.release("other")
         await rank.all_free()
 
 
