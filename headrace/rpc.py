@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Largest message accepted on any channel. A prompt at the largest context stays far below it."""
+MAX_ERROR_TEXT = 600
+"""Characters of an error's message that travel: metadata above 8 KiB may be refused, and a character may take 12 B."""
 DEFAULT_TIMEOUT_S = 120.0
 """For calls whose caller set no deadline."""
 
@@ -115,7 +117,7 @@ async def _abort(context: grpc.aio.ServicerContext, error: BaseException) -> Non
         log.error("unexpected error in a handler", exc_info=error)
         error = errors.InternalError(f"unexpected {type(error).__name__}; the server's log has the rest")
     status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
-    await context.abort(status, error.message or error.reason, _trailers(error))
+    await context.abort(status, (error.message or error.reason)[:MAX_ERROR_TEXT], _trailers(error))
 
 
 def error_from_rpc(error: grpc.RpcError) -> errors.HeadraceError:

@@ -89,9 +89,12 @@ def of_class(kind: type) -> st.SearchStrategy:
     hints = typing.get_type_hints(kind)
     fields = {}
     for entry in dataclasses.fields(kind):
-        is_time = entry.name.endswith("_s") and hints[entry.name] is float
-        usual = SECONDS if is_time else of_type(hints[entry.name])
-        fields[entry.name] = SPECIAL.get((kind, entry.name), usual)
+        if (kind, entry.name) in SPECIAL:
+            fields[entry.name] = SPECIAL[kind, entry.name]
+        elif entry.name.endswith("_s") and hints[entry.name] is float:
+            fields[entry.name] = SECONDS
+        else:
+            fields[entry.name] = of_type(hints[entry.name])
     return st.builds(kind, **fields)
 
 
