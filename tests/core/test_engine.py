@@ -149,6 +149,17 @@ def test_end_of_text_as_the_very_first_token(ignore):
     assert 9 not in later.token_ids[:2] and later.token_ids[2:] == [9] and later.finish_reason is FinishReason.EOS
 
 
+def test_penalties_see_the_prompt_prefills_token_and_every_step():
+    engine = toy_engine()
+    engine.parts.transformer.shift[[3, 5, 7]] = 100.0, 80.0, 60.0
+    sampling = SamplingParams(max_tokens=6, frequency_penalty=30.0)
+    assert engine.generate([[1]], sampling)[0][0].token_ids == [3, 5, 3, 7, 5, 3]
+    sampling = SamplingParams(max_tokens=4, repetition_penalty=4.0)
+    assert engine.generate([[1, 5]], sampling)[0][0].token_ids == [3, 7, 3, 3]
+    sampling = SamplingParams(max_tokens=4, presence_penalty=90.0)
+    assert engine.generate([[1, 5]], sampling)[0][0].token_ids == [3, 5, 7, 3]
+
+
 def test_samples_of_one_prompt_are_distinct_reproducible_and_end_by_themselves():
     sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=8, n=4, stop_token_ids=tuple(range(0, VOCAB, 9)))
     prompt = list(range(10))

@@ -48,11 +48,15 @@ def thread():
 def test_sources_take_turns(thread):
     log: list[str] = []
     first, second = Counted("a", 5, log), Counted("b", 5, log)
-    gate = threading.Event()
+    begun, gate = threading.Event(), threading.Event()
+
+    def hold():
+        begun.set()
+        gate.wait(5)
 
     async def main():
-        blocked = asyncio.create_task(thread.call(gate.wait, 5))
-        await asyncio.sleep(0)
+        blocked = asyncio.create_task(thread.call(hold))
+        assert await asyncio.to_thread(begun.wait, 5)
         thread.add_source(first)
         thread.add_source(second)
         gate.set()
@@ -132,13 +136,17 @@ def test_an_idle_thread_costs_no_cpu_and_wakes_quickly(thread):
 
 
 def test_after_stop_calls_are_refused_and_a_hanging_forward_is_reported():
-    thread, release = EngineThread(), threading.Event()
+    thread, begun, release = EngineThread(), threading.Event(), threading.Event()
     thread.start()
 
+    def hang():
+        begun.set()
+        return release.wait(5)
+
     async def main():
-        running = asyncio.create_task(thread.call(release.wait, 5))
+        running = asyncio.create_task(thread.call(hang))
         queued = asyncio.create_task(thread.call(pow, 2, 3))
-        await asyncio.sleep(0)
+        assert await asyncio.to_thread(begun.wait, 5)
         assert await asyncio.to_thread(thread.stop, 0.05) is False
         with pytest.raises(Unavailable):
             await thread.call(pow, 2, 3)
