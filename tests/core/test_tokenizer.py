@@ -9,6 +9,7 @@ import json
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -324,6 +325,13 @@ def test_special_tokens_add_nothing_to_shown_text(pair: Pair):
     for token_id in pair.ours.special_ids:
         assert pair.ours.token_bytes(token_id) == b""
     assert set(pair.ours.eos_ids) <= pair.ours.special_ids
+
+
+def test_threads_may_share_one_tokenizer(pair: Pair):
+    texts = varied_texts(random.Random(23), 200, ["x"])
+    expected = [pair.ours.encode(text) for text in texts]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(pair.ours.encode, texts)) == expected
 
 
 def test_a_lone_surrogate_is_the_callers_mistake(pair: Pair):
