@@ -72,7 +72,7 @@ MIXED = (
     SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.1, seed=2),
     SamplingParams(temperature=1.3, top_k=20, seed=3, logprobs=0),
     SamplingParams(temperature=0.9, min_p=0.05, seed=4, presence_penalty=0.5, frequency_penalty=0.3),
-    SamplingParams(temperature=1.1, top_k=40, top_p=0.8, min_p=0.02, seed=5, logprobs=3),
+    SamplingParams(temperature=2.0, top_k=20, top_p=0.85, min_p=0.25, seed=5, logprobs=3),
     SamplingParams(logit_bias=((3, 4.0), (9, -100.0)), logprobs=5),
     SamplingParams(temperature=0.8, min_tokens=4, eos_token_ids=(1, 2), stop_token_ids=(7,), seed=6),
     SamplingParams(repetition_penalty=1.3),
