@@ -14,8 +14,9 @@ transfer.fence    fail delay                         replacing the transfer engi
 
 Keys of every rule: `times` (how often it fires, 1 unless said; 0 is always), `after` (matches let pass first, 0), `seconds`
 (0 unless said, needed by hang, slow and delay), `rank` (only that rank of the service, unless said every one). Keys that
-must equal what the point says of itself: `layer`, `attempt`, `request_id`. The first rule that matches and has not been
-used up fires. Unknown points, kinds and keys stop the start.
+must equal what the point says of itself: `layer`, `attempt`, `request_id`. `request_id` is the id that the client sees, and
+may end in `*` for every id that begins so. The first rule that matches and has not been used up fires. Unknown points, kinds
+and keys stop the start.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class _Rule:
         """Counts one matching call; whether the rule fires for it."""
         if self.times and self.fired >= self.times:
             return False
-        if any(match.get(key) != value for key, value in self.match.items()):
+        if not all(_matches(key, match.get(key), value) for key, value in self.match.items()):
             return False
         if self.after:
             self.after -= 1
@@ -104,6 +105,13 @@ class Faults:
                 name = f"{rule.fault.point}:{rule.fault.kind}"
                 counts[name] = counts.get(name, 0) + rule.fired
         return counts
+
+
+def _matches(key: str, said: str | None, wanted: str) -> bool:
+    if said is None or key != "request_id":
+        return said == wanted
+    client_id = said.rsplit("~", 1)[0]  # what follows makes a client's id unique among all routers
+    return client_id.startswith(wanted[:-1]) if wanted.endswith("*") else client_id == wanted
 
 
 def _parse(text: str, path: str) -> _Rule:

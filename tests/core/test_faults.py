@@ -34,6 +34,15 @@ def test_only_calls_that_match_are_counted():
     assert [fault and fault.kind for _, fault in fired] == [None, None, "flip", None]
 
 
+def test_a_request_is_named_by_the_id_its_client_sees():
+    faults = Faults.parse(["prefill.push:drop request_id=mine times=0", "prefill.commit:fail request_id=my-* times=0"])
+    pushed = [faults.fire("prefill.push", request_id=name) for name in ("mine", "mine~0a1b", "mine-too", "other~mine")]
+    assert [fault is not None for fault in pushed] == [True, True, False, False]
+    committed = [faults.fire("prefill.commit", request_id=name) for name in ("my-1~0a1b", "my-", "mine~0a1b")]
+    assert [fault is not None for fault in committed] == [True, True, False]
+    assert faults.fire("prefill.push") is None, "a place that names no request is not that request's"
+
+
 def test_after_lets_matches_pass_first():
     faults = Faults.parse(["prefill.forward:hang seconds=5 after=2"])
     assert [faults.fire("prefill.forward") is not None for _ in range(4)] == [False, False, True, False]
