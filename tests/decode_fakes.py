@@ -17,7 +17,8 @@ from headrace.config import DecodeConfig
 from headrace.engine.request import SampledToken
 from headrace.errors import TransferError, Unavailable
 from headrace.faults import Faults
-from services.decode.core import Collaborators, Decoder
+from services.decode.core import Decoder
+from services.decode.ports import Collaborators
 
 NUM_LAYERS, BLOCK_SIZE = 3, 4
 WRITER = p.WorkerIdentity("127.0.0.1:7001", "writer-epoch-one")

@@ -19,7 +19,8 @@ from headrace.process import Start
 from headrace.protocol import SamplingParams, StopState, WorkerIdentity
 from headrace.transfer.base import TransferTarget
 from headrace.worker import Worker
-from services.decode.core import Collaborators, Decoder, StopWriter
+from services.decode.core import Decoder
+from services.decode.ports import Collaborators, StopWriter
 
 log = logs.get(__name__)
 

@@ -51,10 +51,8 @@ class SampleOutput:
             self._top.append(token.top)
         return len(tokens) >= self._interval
 
-    def take(self) -> TokenRecord | None:
-        """What has gathered, None when nothing has."""
-        if not self._tokens:
-            return None
+    def take(self) -> TokenRecord:
+        """What has gathered."""
         tokens, self._tokens = tuple(self._tokens), []
         if self._logprobs is None:
             return TokenRecord(self._handle, self._sample_index, self._first_position, tokens)

@@ -203,6 +203,22 @@ async def test_room_goes_to_those_who_wait_in_their_order():
 
 
 @run
+async def test_those_behind_one_that_gave_up_get_their_room():
+    async with decode_rank(num_blocks=6) as rank:
+        await rank.reserve(rank.command("a"))
+        big = asyncio.ensure_future(rank.reserve(rank.command("big", prompt=16, max_tokens=8), time_left_s=1.0))
+        small = asyncio.ensure_future(rank.reserve(rank.command("small", prompt=1, max_tokens=2)))
+        await settle()
+        await rank.clock.advance(1.5)
+        with pytest.raises(errors.Overloaded):
+            await big
+        assert (await small).sequences
+        rank.release("a")
+        rank.release("small")
+        await rank.all_free()
+
+
+@run
 async def test_reserve_needs_the_router_epochs_open_stream():
     async with decode_rank(connected=False) as rank:
         with pytest.raises(errors.Unavailable) as caught:
@@ -618,9 +634,8 @@ async def test_an_unknown_answer_fences_at_once_and_frees():
         await rank.reserve(rank.command())
         rank.writer.answer = p.StopState.UNKNOWN
         rank.release()
-        await until(lambda: rank.core.ledger().fences == 1)
-        assert rank.target.fences == 1
-        assert rank.core.ledger().blocks.quarantined == 0
+        await until(lambda: rank.core.ledger().blocks.quarantined == 0)
+        assert rank.core.ledger().fences == rank.target.fences == 1
         fresh = await rank.reserve(rank.command("fresh"))
         assert (other.target.session, fresh.target.session) == ("session-0", "session-1")
         # another's old descriptor is useless: once it ends, nobody need be asked
@@ -661,8 +676,8 @@ async def test_silence_ends_in_a_fence_even_when_the_call_hangs():
             await rank.clock.advance(19.0)
             assert rank.target.fences == 0
             await rank.clock.advance(2.0)
-            await until(lambda r=rank: r.core.ledger().fences == 1)
-            assert rank.core.ledger().blocks.quarantined == 0
+            await until(lambda r=rank: r.core.ledger().blocks.quarantined == 0)
+            assert rank.core.ledger().fences == rank.target.fences == 1
             await rank.step(7)  # a running request is untouched
             await rank.all_free()
 
@@ -873,6 +888,11 @@ async def test_draining_refuses_new_requests_and_honours_promises():
 
 @run
 async def test_draining_hands_back_what_outlives_the_grace():
+    for impatient in (False, True):
+        await _drain_with_a_request_that_goes_on(impatient)
+
+
+async def _drain_with_a_request_that_goes_on(impatient):
     async with decode_rank(connected=False) as rank:
 
         async def read():
@@ -884,8 +904,12 @@ async def test_draining_hands_back_what_outlives_the_grace():
         await rank.start()
         draining = asyncio.ensure_future(rank.core.drain(5.0))
         await settle()
-        await rank.clock.advance(6.0)
-        await draining
+        if impatient:
+            draining.cancel()
+            await asyncio.gather(draining, return_exceptions=True)
+        else:
+            await rank.clock.advance(6.0)
+            await draining
         with pytest.raises(errors.Unavailable):
             await reader
         assert [end.error_reason for end in rank.ends()] == ["DRAINING"]

@@ -1,0 +1,63 @@
+"""What a decode core asks of its surroundings, as small protocols: tests make them in a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from headrace.cache.blocks import BlockPool
+from headrace.clock import Clock
+from headrace.engine.request import DecodeSequence, SampledToken
+from headrace.faults import Faults
+from headrace.protocol import StopState, TargetDescriptor, WorkerIdentity
+
+Checksum = Callable[[int, Sequence[int], int, int], int]
+"""(layer, blocks, first_row, num_rows) -> signed 64-bit checksum of those token positions. Called in a worker thread."""
+CopyRows = Callable[[int, int, int], None]
+"""(source block, target block, rows), in every layer. Called in a worker thread."""
+StopWriter = Callable[[WorkerIdentity, str, float], Awaitable[StopState]]
+"""(writer, reservation id, wait_s) -> its answer. Bounded in time; raises HeadraceError when there is none."""
+
+
+class DecodeEngine(Protocol):
+    """The batch that steps."""
+
+    def connect(
+        self,
+        on_step: Callable[[Sequence[SampledToken]], None],
+        on_failure: Callable[[Sequence[DecodeSequence], Exception], None],
+    ) -> None:
+        """Both are called in the engine thread: after each step, and when a step lost the sequences named."""
+
+    def add(self, sequences: Sequence[DecodeSequence]) -> None:
+        """They step from now on. Does not block."""
+
+    async def remove(self, handle: int, sample_index: int | None = None) -> None:
+        """Takes one sample or all of a handle out; afterwards no forward touches their blocks. Safe to repeat."""
+
+    @property
+    def steps(self) -> int:
+        """Forwards since start."""
+
+
+class Target(Protocol):
+    """The written side of the transfer; see headrace.transfer.base.TransferTarget."""
+
+    def descriptor(self) -> TargetDescriptor: ...
+
+    def fence(self) -> TargetDescriptor: ...
+
+
+@dataclass
+class Collaborators:
+    """What a Decoder works with."""
+
+    clock: Clock
+    pool: BlockPool
+    engine: DecodeEngine
+    target: Target
+    checksum: Checksum
+    copy_rows: CopyRows
+    stop_writer: StopWriter
+    faults: Faults = field(default_factory=Faults)
