@@ -14,6 +14,7 @@ configuration.apply_environment(configuration.THREAD_ENVIRONMENT)
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--full` runs the counts the acceptance list names instead of those that fit a laptop's patience."""
     parser.addoption("--full", action="store_true", help="full counts, as in `make test-full`")
+    parser.addoption("--checkpoint", default="", help="serve this directory instead of models/tiny")
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +24,9 @@ def full(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(scope="session")
-def tiny_directory() -> Path:
-    """The shipped checkpoint."""
+def tiny_directory(request: pytest.FixtureRequest) -> Path:
+    """The shipped checkpoint, or the one given by `--checkpoint`."""
+    given = request.config.getoption("--checkpoint")
+    if given:
+        return Path(given).absolute()
     return Path(__file__).resolve().parent.parent / "models" / "tiny"

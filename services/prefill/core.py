@@ -72,6 +72,7 @@ class BatcherPort(Protocol):
     """Runs whole prompts (headrace.engine.prefill.PrefillBatcher), thread-safe."""
 
     queued_tokens: int
+    batches: int
 
     def add(self, job: PrefillJob) -> None: ...
 
@@ -125,7 +126,6 @@ class Prefiller:
         self._room = _Room(pool)
         self._draining = False
         self._tasks: asyncio.TaskGroup
-        self.batches = lambda: 0
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -181,7 +181,7 @@ class Prefiller:
         """Who holds what now."""
         queued = self._batcher.queued_tokens + self._waiting_tokens
         waiting = sum(leg.times.started is None for leg in self._running)
-        return PrefillLedger(self._pool.ledger(), waiting, queued, len(self._running) - waiting, self.batches())
+        return PrefillLedger(self._pool.ledger(), waiting, queued, len(self._running) - waiting, self._batcher.batches)
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new prompts and waits for running ones."""

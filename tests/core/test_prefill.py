@@ -52,7 +52,7 @@ class Batcher:
     """Runs a job when told to."""
 
     def __init__(self):
-        self.jobs, self.queued_tokens, self.cancelled = [], 0, []
+        self.jobs, self.queued_tokens, self.batches, self.cancelled = [], 0, 0, []
 
     def add(self, job):
         self.jobs.append(job)
@@ -63,6 +63,7 @@ class Batcher:
 
     def run(self, finish=FinishReason.NONE, layers=LAYERS):
         job = self.jobs.pop(0)
+        self.batches += 1
         job.on_start()
         for layer in range(layers):
             job.on_layer(layer)
@@ -225,7 +226,8 @@ def test_an_attempt_pushes_every_layer_then_commits_and_gives_every_block_back()
             assert [layer.checksum for layer in commit.manifest[0].layers] == [10, 1010]
             assert commit.samples[0].output_token_ids == (70,)
             assert bench.decode.renewals >= 1
-            assert (await bench.settled(core)).blocks.free == BLOCKS
+            ledger = await bench.settled(core)
+            assert ledger.blocks.free == BLOCKS and ledger.batches == 1
             assert {stage.name for stage in events[1].stages} >= {"prefill.forward", "prefill.push", "decode.commit"}
 
     asyncio.run(scenario())
