@@ -97,13 +97,13 @@ class Admission(Generic[Place]):
         return min(30.0, max(0.1, self.queued_tokens / 2 / self._tokens_per_s))
 
     def _leave(self, waiter: _Waiter[Place]) -> None:
-        if waiter.admitted.done() and not waiter.admitted.cancelled():
-            waiter.admitted.result().release()
         if waiter in self._waiters:
             self._waiters.remove(waiter)
             heapq.heapify(self._waiters)
             self.queued_tokens -= waiter.num_tokens
-            self.pump()
+        elif not waiter.admitted.cancelled():
+            waiter.admitted.result().release()
+        self.pump()
 
     def _count(self, num_tokens: int) -> None:
         now = self._clock.now()

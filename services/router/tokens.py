@@ -93,9 +93,11 @@ class TokenStream:
             if self._last_frame > frames or now - opened > _SETTLED_S:
                 down_since, wait_s = now, _RETRY_S
             self.is_open = False
-            if not _may_resume(error) or now - down_since >= self._resume_s:
+            resume_left_s = self._resume_s - (now - down_since)
+            if not _may_resume(error) or resume_left_s <= 0:
                 self._lose(error)
-            await self._clock.wait(wait_s)
+                resume_left_s = wait_s
+            await self._clock.wait(min(wait_s, resume_left_s))
             wait_s = min(2 * wait_s, _MAX_RETRY_S)
 
     async def _follow(self) -> HeadraceError:
