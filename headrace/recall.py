@@ -79,9 +79,9 @@ _SENTENCES = (
 class Kind(IntEnum):
     """What a piece of text is, which decides how much training cares about it; higher counts more."""
 
-    RANDOM = 0  # random content at first sight: nobody can predict it
-    FILLER = 1  # generated sentences
-    TEMPLATE = 2  # the fixed words around keys and values
+    RANDOM = 0  # random content at first sight, and that a fact or a question comes now: nobody can predict it
+    FILLER = 1  # generated sentences: nobody should
+    TEMPLATE = 2  # the fixed words after a key
     STORY = 3  # text of the corpus
     ANSWER = 4  # what a question asks for, and the token that ends it
 
@@ -167,7 +167,7 @@ def _stem(draft: Draft, shape: str, fact: Fact) -> None:
     before_key, before_value, _ = SHAPES[shape]
     if shape in LINE_SHAPES and not draft.at_line_start:
         draft.break_paragraph()
-    draft.add(before_key.format(attribute=fact.attribute))
+    draft.add(before_key.format(attribute=fact.attribute), Kind.RANDOM)
     draft.add(" " + fact.key, Kind.RANDOM)
     draft.add(before_value.format(attribute=fact.attribute))
 
@@ -184,10 +184,10 @@ def ask(draft: Draft, question: str, shape: str, fact: Fact, asking: int = 0) ->
         return SHAPES[shape][2]
     if question == "block":
         draft.break_paragraph()
-        draft.add(" Question:")
+        draft.add(" Question:", Kind.RANDOM)
     elif question == "chat":
-        draft.end("<|user|>")
-    draft.add(_ASKING[asking].format(attribute=fact.attribute))
+        draft.end("<|user|>", Kind.RANDOM)
+    draft.add(_ASKING[asking].format(attribute=fact.attribute), Kind.RANDOM)
     draft.add(" " + fact.key, Kind.RANDOM)
     if question == "plain":
         draft.add("?")

@@ -52,12 +52,13 @@ def load(path: Path, tokenizer: Tokenizer, seed: int) -> Corpus:
 
 def _index(works: list[Work], tokenizer: Tokenizer, rng: random.Random) -> Stories:
     """Tokens of all works with the places where paragraphs start; each work's text ends without a line break."""
-    paragraphs, first_of_work, tales = [], [], []
+    paragraphs, first_of_work, tales, of_children = [], [], [], []
     for work in works:
-        if work.tier == "children":
-            tales.append(len(paragraphs))
         first_of_work.append(len(paragraphs))
         parts = [part for part in work.text.split("\n\n") if part.strip()]
+        if work.tier == "children":
+            tales.append(len(paragraphs))
+            of_children += range(len(paragraphs), len(paragraphs) + len(parts) - 1)
         paragraphs += [part + "\n\n" for part in parts[:-1]] + [parts[-1]]
     encoded = tokenizer.encode_batch_fast(paragraphs, add_special_tokens=False)
     lengths = np.array([len(item.ids) for item in encoded])
@@ -67,15 +68,15 @@ def _index(works: list[Work], tokenizer: Tokenizer, rng: random.Random) -> Stori
     ends = borders[np.searchsorted(borders, starts, side="right")]
     vocabulary = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
     opens_word = np.array([bool(re.match("Ġ[A-Za-z]", token)) for token in vocabulary])
-    openings = _openings(paragraphs, starts, tokenizer, rng)
+    openings = _openings(paragraphs, of_children, starts, tokenizer, rng)
     full_stop = tokenizer.token_to_id(".")
     return Stories(tokens, starts, ends, np.array(tales), openings, full_stop, opens_word)
 
 
-def _openings(paragraphs: list[str], starts: np.ndarray, tokenizer: Tokenizer, rng: random.Random) -> list:
+def _openings(paragraphs: list[str], chosen: list[int], starts: np.ndarray, tokenizer: Tokenizer, rng) -> list:
     """Paragraphs that can answer `tell me a story about the <topic>`: first word re-encoded with a leading blank."""
     found = []
-    for index in rng.sample(range(len(paragraphs)), min(NUM_OPENINGS, len(paragraphs))):
+    for index in rng.sample(chosen, min(NUM_OPENINGS, len(chosen))):
         text = paragraphs[index]
         first = re.match(r"[A-Z][a-z]+(?= [a-z])", text)
         if first is None or len(text) < 200:

@@ -106,8 +106,8 @@ def _as_set(length: int, cases: list[tuple]) -> RecallSet:
 
 def word_continuations(tokenizer: Tokenizer) -> np.ndarray:
     """[vocab] bool: ids that would continue a value, i.e. begin with a letter or digit and no blank."""
-    tokens = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
-    return np.array([token[0].isalnum() and token[0] != "Ġ" for token in tokens])
+    count = tokenizer.get_vocab_size()
+    return np.array([tokenizer.decode([index])[:1].isalnum() for index in range(count)])
 
 
 @torch.no_grad()

@@ -207,7 +207,7 @@ class Writer:
         return FactSource(self.rng, self.words, self.letter_strings)
 
     def _story(self, page: TokenPage, room: int) -> None:
-        if self.rng.random() < 0.06:
+        if self.rng.random() < 0.08:
             self._tell_on_request(page, room)
             return
         start = int(self.stories.starts[self.stories.draw(self.rng)])

@@ -178,7 +178,7 @@ class Trainer:
             loss, sums = model.operations.head_loss(
                 stream,
                 model.mtp.head,
-                model.projection,
+                projection,
                 ids[:, 2:].flatten(),
                 kinds[:, 2:].flatten(),
                 self._kind_weights,
