@@ -47,20 +47,30 @@ REDIS_ERRORS = (RedisError, OSError, asyncio.TimeoutError)
 """What a client raises when Redis is away."""
 
 
-def connect(url: str, *, timeout_s: float = CALL_S) -> redis.asyncio.Redis:
-    """A client that fails within `timeout_s` and never retries by itself. Raises ConfigError for an unusable URL."""
+def connect(url: str) -> redis.asyncio.Redis:
+    """A client that never retries by itself; every call on it goes through `bounded`. Raises ConfigError for a bad URL."""
     if not url:
         raise ConfigError("registry.url is empty: start with `headrace up`, or name a Redis", field="registry.url")
     try:
         return redis.asyncio.Redis.from_url(
             url,
             decode_responses=True,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
+            socket_timeout=None,
+            socket_connect_timeout=CALL_S,
             retry=Retry(NoBackoff(), 0),
         )
     except ValueError as error:
         raise ConfigError(f"registry.url = {url!r}: {error}", field="registry.url") from error
+
+
+async def bounded(call: Awaitable[Any], timeout_s: float = CALL_S) -> Any:
+    """What Redis answers, or TimeoutError.
+
+    Not the client's own `socket_timeout`: it sends through asyncio.wait_for, which on Python 3.11 returns as if nothing
+    had happened when a cancellation arrives together with the result, and the task that was to end lives on.
+    """
+    async with asyncio.timeout(timeout_s):
+        return await call
 
 
 def key(mesh: str, *parts: str) -> str:
@@ -177,12 +187,13 @@ class Registry:
             keys = (self._key("members"), self._key("member", name))
             arguments = (name, _value(member), self._key("changed"))
             with contextlib.suppress(*REDIS_ERRORS):
-                await self._redis.eval(_LEAVE, 2, *keys, *arguments)
+                await bounded(self._redis.eval(_LEAVE, 2, *keys, *arguments))
 
     async def claim(self, name: str, ttl_s: float) -> bool:
         """Takes a name that no other process of the mesh may take for `ttl_s`. True as well when Redis is away."""
         try:
-            taken = await self._redis.set(self._key("claim", name), self._token, nx=True, px=int(ttl_s * 1000))
+            claim = self._redis.set(self._key("claim", name), self._token, nx=True, px=int(ttl_s * 1000))
+            taken = await bounded(claim)
         except REDIS_ERRORS:
             return True
         return taken is not None
@@ -190,7 +201,7 @@ class Registry:
     async def unclaim(self, name: str) -> None:
         """Gives a claimed name back."""
         with contextlib.suppress(*REDIS_ERRORS):
-            await self._redis.eval(_UNCLAIM, 1, self._key("claim", name), self._token)
+            await bounded(self._redis.eval(_UNCLAIM, 1, self._key("claim", name), self._token))
 
     # --- what we see -----------------------------------------------------------------------------------------------------
 
@@ -225,9 +236,12 @@ class Registry:
     async def _beat_once(self) -> None:
         lease_ms = int(self._config.lease_s * 1000)
         for name, member in list(self._own.items()):
+            if name not in self._own:  # withdrawn while we waited for Redis
+                continue
             keys = (self._key("members"), self._key("member", name))
             try:
-                await self._redis.eval(_BEAT, 2, *keys, name, _value(member), lease_ms, self._key("changed"))
+                beat = self._redis.eval(_BEAT, 2, *keys, name, _value(member), lease_ms, self._key("changed"))
+                await bounded(beat)
             except REDIS_ERRORS as error:
                 self._note_reachable(False, error)
                 return
@@ -236,7 +250,7 @@ class Registry:
         while True:
             self._hint.clear()
             try:
-                found = await self._redis.eval(_LIST, 1, self._key("members"), self._key("member", ""))
+                found = await bounded(self._redis.eval(_LIST, 1, self._key("members"), self._key("member", "")))
             except REDIS_ERRORS as error:
                 self._note_reachable(False, error)
             else:
@@ -284,7 +298,7 @@ class Registry:
         while True:
             with contextlib.suppress(*REDIS_ERRORS):
                 async with self._redis.pubsub(ignore_subscribe_messages=True) as messages:
-                    await messages.subscribe(self._key("changed"))
+                    await bounded(messages.subscribe(self._key("changed")))
                     self._hint.set()
                     while self._reachable is not False:
                         if await messages.get_message(timeout=1.0) is not None:

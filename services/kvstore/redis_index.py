@@ -22,7 +22,7 @@ from headrace import logs
 from headrace.clock import Clock
 from headrace.errors import StaleEpoch, Unavailable
 from headrace.protocol import PrefixHolder, WorkerIdentity
-from headrace.registry import REDIS_ERRORS, connect, key
+from headrace.registry import REDIS_ERRORS, bounded, connect, key
 from services.kvstore.core import LOST, Change
 
 log = logs.get(__name__)
@@ -204,13 +204,13 @@ class RedisIndex:
         """Takes the lease off its keys."""
         name = self._key("lease", lease_id)
         with _unavailable():
-            keys = await self._redis.lrange(name, 0, -1)
+            keys = await bounded(self._redis.lrange(name, 0, -1))
             for piece in _pieces(keys):
                 async with self._redis.pipeline(transaction=False) as pipeline:
                     for block in piece:
                         pipeline.hdel(self._key("block", block), f"l:{lease_id}")
-                    await pipeline.execute()
-            await self._redis.delete(name)
+                    await bounded(pipeline.execute())
+            await bounded(self._redis.delete(name))
 
     async def listen(self, on_change: Callable[[Change], None]) -> None:
         """Hands on changes for ever; LOST whenever some may have been missed."""
@@ -218,7 +218,7 @@ class RedisIndex:
             with contextlib.suppress(*REDIS_ERRORS, Unavailable):
                 self._check_reachable()
                 async with self._redis.pubsub(ignore_subscribe_messages=True) as messages:
-                    await messages.subscribe(self._key("changes"))
+                    await bounded(messages.subscribe(self._key("changes")))
                     on_change(LOST)
                     while self._reachable():
                         message = await messages.get_message(timeout=1.0)
@@ -247,20 +247,20 @@ class RedisIndex:
                 pipeline.time()
                 for block in keys:
                     pipeline.hgetall(self._key("block", block))
-                (seconds, micros), *hashes = await pipeline.execute()
+                (seconds, micros), *hashes = await bounded(pipeline.execute())
         return int(seconds) * 1000 + int(micros) // 1000, hashes
 
     async def _read_tags(self, addresses: set[str], tags: dict[str, str]) -> None:
         if addresses:
             names = sorted(addresses)
             with _unavailable():
-                values = await self._redis.mget([self._key("holder", address) for address in names])
+                values = await bounded(self._redis.mget([self._key("holder", address) for address in names]))
             tags.update((name, value or "") for name, value in zip(names, values, strict=True))
 
     async def _script(self, script: str, keys: Sequence[str], arguments: Sequence[object]):
         self._check_reachable()
         with _unavailable():
-            return await self._redis.eval(script, len(keys), *keys, *arguments)
+            return await bounded(self._redis.eval(script, len(keys), *keys, *arguments))
 
     def _check_reachable(self) -> None:
         if not self._reachable():

@@ -291,6 +291,34 @@ def test_an_entry_that_cannot_be_read_harms_nobody(server):
     asyncio.run(main())
 
 
+def test_a_cancellation_is_never_lost_in_a_call_to_redis(server):
+    """Wherever it arrives: while connecting, while sending, while reading."""
+
+    async def main():
+        lost = []
+        for connected in (False, True):
+            for turns in range(40):
+                view = registry.Registry(server.url, "test", QUICK, SystemClock())
+                if connected:
+                    await view.claim("first", 1.0)
+
+                async def work(view=view):
+                    await view.claim("second", 1.0)
+                    await asyncio.Event().wait()
+
+                task = asyncio.ensure_future(work())
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                done, _ = await asyncio.wait([task], timeout=0.5)
+                lost += [] if done else [(connected, turns)]
+                task.cancel()
+                await view._redis.aclose()
+        return lost
+
+    assert asyncio.run(main()) == []
+
+
 @pytest.mark.parametrize("url", ["", "carrier-pigeon://x"])
 def test_an_unusable_url_stops_the_start(url):
     async def main():
