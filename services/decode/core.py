@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import enum
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -442,7 +442,7 @@ class Decoder:
 
     async def stream_tokens(
         self, router: WorkerIdentity, decode_epoch: str, resume_after_frame: int
-    ) -> AsyncIterator[TokenFrame]:
+    ) -> AsyncGenerator[TokenFrame, None]:
         """The frames of one router, without an end. Raises StaleEpoch, Unavailable, Overloaded (the reader stalled)."""
         if decode_epoch:
             self._check_epoch(decode_epoch)

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -61,16 +62,14 @@ class RunningRequest:
         began = max(self.committed, self.first_step_began)
         ended = self.step_times[-1]
         gaps = np.diff(self.step_times) if len(self.step_times) > 1 else np.zeros(1)
-        common = {
-            "parent": self.traceparent,
-            "request_id": self.command.request_id,
-            "attempt": self.command.attempt,
-        }
-        telemetry.emit("decode.queue", wall_offset_s + self.committed, wall_offset_s + began, **common)
+        parent = self.traceparent
+        common: dict[str, Any] = {"request_id": self.command.request_id, "attempt": self.command.attempt}
+        telemetry.emit("decode.queue", wall_offset_s + self.committed, wall_offset_s + began, parent=parent, **common)
         telemetry.emit(
             "decode.generate",
             wall_offset_s + began,
             wall_offset_s + ended,
+            parent=parent,
             steps=len(self.step_times),
             itl_mean_s=float(gaps.mean()),
             itl_p99_s=float(np.quantile(gaps, 0.99)),

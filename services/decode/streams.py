@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from headrace import telemetry
 from headrace.clock import Clock
@@ -199,7 +199,7 @@ class TokenStreams:
         """A stream is within its window."""
         return any(not stream.is_open for stream in self._by_epoch.values())
 
-    async def read(self, router: WorkerIdentity, resume_after_frame: int) -> AsyncIterator[TokenFrame]:
+    async def read(self, router: WorkerIdentity, resume_after_frame: int) -> AsyncGenerator[TokenFrame, None]:
         """Frames as they come, without an end. Raises Unavailable when it is replaced or this rank stops, Overloaded when
         the reader stalls."""
         stream = self._open(router, resume_after_frame)

@@ -56,14 +56,14 @@ def expected(checkpoint):
 
 
 @contextlib.contextmanager
-def processes(checkpoint: Path, directory: Path, names):
+def processes(checkpoint: Path, directory: Path, names, *more_flags):
     """Worker processes over a Redis of their own; yields what each said when it was ready."""
     with BundledRedis() as redis, contextlib.ExitStack() as stack:
         children = []
         for name in names:
             flags = [
                 f"model.directory={checkpoint}", f"registry.url={redis.url}", f"mesh.run_directory={directory}",
-                "engine.num_blocks=64", "engine.num_threads=1", "mesh.drain_grace_s=5",
+                "engine.num_blocks=64", "engine.num_threads=1", "mesh.drain_grace_s=5", *more_flags,
             ]  # fmt: skip
             command = [sys.executable, "-m", f"services.{name.split()[0]}", *name.split()[1:]]
             command += [word for flag in flags for word in ("--set", flag)]
@@ -153,5 +153,40 @@ def test_the_aggregated_process_gives_the_engines_tokens_and_drains(checkpoint, 
 
 
 def test_two_processes_and_a_real_transfer_give_the_engines_tokens(checkpoint, expected, tmp_path):
-    with processes(checkpoint, tmp_path, ["decode", "prefill"]) as (_, (decode, prefill)):
+    names = ["decode", "prefill"]
+    with processes(checkpoint, tmp_path, names, "decode.quarantine_max_s=1") as (children, (decode, prefill)):
         asyncio.run(everything_matches(identity(decode), identity(prefill), expected))
+        children[1].kill()
+        asyncio.run(a_dead_writer_ends_in_a_fence(identity(decode), identity(prefill)))
+
+
+async def a_dead_writer_ends_in_a_fence(decode, dead):
+    """Nobody answers for the blocks of a writer that was killed: they come back with a new transfer engine."""
+    peers, opened = Peers(), asyncio.Event()
+    client = peers.decode(decode.address)
+    router = p.WorkerIdentity("127.0.0.1:1", "router-of-the-second-test")
+
+    async def read():
+        async for _ in client.stream_tokens(router, decode.epoch):
+            opened.set()
+
+    def command(name, handle):
+        sampling = p.SamplingParams(max_tokens=4)
+        return p.ReserveCommand(name, 1, dead, 40, (0,), (0,), sampling, 1, router, handle, decode.epoch)
+
+    reader = asyncio.ensure_future(read())
+    try:
+        await asyncio.wait_for(opened.wait(), TIMEOUT_S)
+        before = await client.reserve(command("before", 1), TIMEOUT_S)
+        await client.release("before", 1, decode.epoch, (), TIMEOUT_S)
+        assert (await client.ledger()).blocks.quarantined == len(before.sequences[0].block_ids)
+        async with asyncio.timeout(TIMEOUT_S):
+            while (ledger := await client.ledger()).blocks.held:
+                await asyncio.sleep(0.05)
+        assert ledger.fences == 1
+        after = await client.reserve(command("after", 2), TIMEOUT_S)
+        assert after.target.session != before.target.session
+    finally:
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        await peers.close()
