@@ -143,9 +143,8 @@ class Sampler:
         1 - top_p. After a top-k cut the other two are relative to what it left, so there only top-k counts.
         """
         best = probs.amax(-1)
-        free = self._to_device(np.where(top_k > 0, 0.0, 1.0).astype(np.float32))
         from_top_p = self._to_device(((1.0 - top_p.astype(np.float64)) / self.vocab_size * 0.999).astype(np.float32))
-        floor = torch.maximum(from_top_p, self._to_device(min_p) * best * 0.999) * free
+        floor = torch.maximum(from_top_p, self._to_device(min_p) * best * 0.999)
         survivors = probs >= floor.minimum(best)[:, None]
         for k in np.unique(top_k[top_k > 0]).tolist():
             places = self._to_device(np.flatnonzero(top_k == k))
