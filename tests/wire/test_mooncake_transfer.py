@@ -190,7 +190,7 @@ def test_thousands_of_small_pushes_reuse_their_connections(decode, small_writer,
 
 # --- what must not land ----------------------------------------------------------------------------------------------
 
-LARGE = [1, 1536, 16, 1024]  # 96 MiB, one run: long enough to be caught in the middle
+LARGE = [1, 1024, 16, 1024]  # 64 MiB, one run: long enough to be caught in the middle
 
 
 def catch_in_the_middle(writer: Peer, rows: torch.Tensor, target: TargetDescriptor) -> None:
@@ -332,7 +332,7 @@ def test_a_killed_writer_leaves_the_target_in_order(large_pool, start_peer):
     writer = start_peer(LARGE)
     catch_in_the_middle(writer, large_pool, target.descriptor())
     writer.end()
-    assert start_peer(LARGE, seed=2).push(target.descriptor(), 0, [RowRun(0, 0, 24576)])["written"] == 96 << 20
+    assert start_peer(LARGE, seed=2).push(target.descriptor(), 0, [RowRun(0, 0, 16384)])["written"] == 64 << 20
     assert torch.equal(large_pool, pattern(LARGE, 2))
     target.close()
 
@@ -390,7 +390,7 @@ def test_closing_a_source_ends_its_push(start_peer):
 
     def push():
         try:
-            source.push(target, 0, [RowRun(0, 0, 24576)])
+            source.push(target, 0, [RowRun(0, 0, 16384)])
         except TransferError as error:
             caught.append(error)
 
@@ -423,6 +423,48 @@ def test_without_its_settings_in_the_environment_no_engine_opens(monkeypatch):
     monkeypatch.delenv("MC_TRANSFER_TIMEOUT")
     with pytest.raises(ConfigError, match="MC_TRANSFER_TIMEOUT"):
         open_target("mooncake", torch.zeros(SMALL), "127.0.0.1")
+
+
+def test_an_engine_without_its_connection_pool_is_refused(monkeypatch):
+    monkeypatch.setenv("MC_TCP_ENABLE_CONNECTION_POOL", "0")
+    with pytest.raises(ConfigError, match="can hang"):
+        open_source("mooncake", torch.zeros(SMALL), "127.0.0.1")
+
+
+def test_a_destructor_that_hangs_ends_the_process():
+    hang = (
+        "from headrace.transfer import mooncake as m, mooncake_environment; import time; m.DESTRUCTOR_LIMIT_S = 0.2\n"
+    )
+    hang += "with m._alive_or_dead(): time.sleep(20)"
+    began = time.perf_counter()
+    ended = subprocess.run([sys.executable, "-c", hang], cwd=ROOT, capture_output=True, text=True, timeout=15)
+    assert ended.returncode == 1 and "Timeout" in ended.stderr and time.perf_counter() - began < 12
+
+
+def test_fences_amid_the_pushes_of_two_writers_leave_no_one_stuck(start_peer, full):
+    rows = torch.zeros(SMALL)
+    target = open_target("mooncake", rows, "127.0.0.1")
+    writers, ended, answers = [start_peer(SMALL, seed) for seed in (1, 2)], threading.Event(), []
+
+    def drive(writer: Peer):
+        while not ended.is_set():
+            runs = [RowRun(32 * i, 32 * i, 16) for i in range(16)]
+            answers.append(writer.push(target.descriptor(), 0, runs, repeat=4))
+
+    drivers = [threading.Thread(target=drive, args=(writer,)) for writer in writers]
+    for driver in drivers:
+        driver.start()
+    for _ in range(300 if full else 20):
+        time.sleep(0.02)
+        target.fence()
+    ended.set()
+    for driver in drivers:
+        driver.join(timeout=20)
+        assert not driver.is_alive()
+    assert all(answer.get("reason", "TRANSFER_FAILED") == "TRANSFER_FAILED" for answer in answers)
+    for writer in writers:
+        assert writer.push(target.descriptor(), 0, [RowRun(0, 0, 16)])["written"] == 16 * 640
+    target.close()
 
 
 def test_a_pool_in_gpu_memory_needs_a_build_with_cuda():
