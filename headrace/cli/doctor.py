@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
+import pkgutil
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -11,11 +13,12 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.table import Table
 
+import kernels
 from headrace import config as configuration
 from headrace.bundled_redis import server_binary
 from headrace.cli import options
 from headrace.config import Config
-from headrace.errors import HeadraceError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.transfer.mooncake import why_not_mooncake
 
 NEVER_RUN = (
@@ -64,15 +67,24 @@ def examine(config: Config) -> Iterator[Finding]:
 def _engine(config: Config) -> Iterator[Finding]:
     import torch
 
-    from headrace.model.deepseek import exact_self_test
-    from kernels import select
-
     yield Finding("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads")
     yield Finding("CUDA device", torch.cuda.is_available(), _device_note(torch))
-    reason = exact_self_test()
-    yield Finding("exact mode", reason is None, reason or "rows of a linear are bit-equal at the padded counts")
-    for op, backend, why_not in select.survey(config.engine.device):
-        yield Finding(f"op {op}: {backend}", why_not is None, why_not or "")
+    yield _guarded("exact mode", lambda: _exact_mode(config))
+    for module in pkgutil.iter_modules(kernels.__path__):
+        for backend in getattr(importlib.import_module(f"kernels.{module.name}"), "BACKENDS", ()):
+            reason = backend.why_not(torch.device(config.engine.device))
+            yield Finding(f"op {module.name}: {backend.name}", reason is None, reason or "")
+
+
+def _exact_mode(config: Config) -> str:
+    from headrace.model.exact import exact_self_test
+    from headrace.model.weights import load_transformer
+
+    model = load_transformer(configuration.model_directory(config), exact=True)
+    reason = exact_self_test(model)
+    if reason is not None:
+        raise ConfigError(reason, field="engine.exact")
+    return "the same request gives the same bits alone, in a crowd and token by token"
 
 
 def _device_note(torch) -> str:

@@ -43,7 +43,7 @@ def ring_directory(config: Config) -> Path:
     return Path(own) if own else configuration.run_directory(config) / "traces"
 
 
-def draw_spans(console: Console, spans: Sequence[telemetry.Span], width: int = 40) -> None:
+def draw_spans(console: Console, spans: Sequence[telemetry.Span]) -> None:
     """The waterfall of one trace."""
     zero = min(span.start_s for span in spans)
     bars = []
@@ -53,6 +53,6 @@ def draw_spans(console: Console, spans: Sequence[telemetry.Span], width: int = 4
         text = note(int(tokens), int(attributes.get("bytes", 0) or 0))
         if span.error:
             text = f"{text} failed: {span.error}".strip()
-        bars.append(Bar(span.name, span.service, span.start_s - zero, span.duration_s, text))
+        bars.append(Bar(span.name, span.start_s - zero, span.duration_s, text))
     request = next((span.attributes.get("request_id") for span in spans if span.attributes.get("request_id")), "")
-    draw(console, f"trace {spans[0].trace_id}  request {request}", bars, width)
+    draw(console, f"trace {spans[0].trace_id}  request {request}", bars)
