@@ -113,7 +113,7 @@ class RouterStream:
             self._append(frame)
 
     def can_resume(self, after_frame: int) -> bool:
-        """Whether every frame after `after_frame` is still here."""
+        """Whether the router can have seen `after_frame` and every frame after `after_frame` is still here."""
         first_kept = self._kept[0][1].frame_number if self._kept else self._last + 1
         return first_kept <= after_frame + 1 <= self._last + 1
 
@@ -233,7 +233,7 @@ class TokenStreams:
             if other.router.address == router.address and epoch != router.epoch:
                 self._drop(other, "a new process answers at the router's address")
         stream = self._by_epoch.get(router.epoch)
-        if stream is not None and not stream.can_resume(resume_after_frame):
+        if stream is not None and not (resume_after_frame and stream.can_resume(resume_after_frame)):
             self._drop(stream, "the stream began anew")
             stream = None
         if stream is None:

@@ -10,9 +10,11 @@ import threading
 import pytest
 from decode_fakes import DECODE, NUM_LAYERS, ROUTER, WRITER, decode_rank, reading, settle, until
 
-from headrace import errors
+from headrace import errors, telemetry
 from headrace import protocol as p
 from headrace.cache.blocks import BlockState
+from headrace.config import TelemetryConfig
+from headrace.context import calling
 
 
 def run(function):
@@ -807,13 +809,32 @@ async def test_a_second_stream_of_an_epoch_replaces_the_first():
         assert (await anext(first)).frame_number == 1
         await rank.start(max_tokens=4)
         await rank.step()
-        async with reading(rank):
+        async with reading(rank, resume_after=1):
             await rank.step(2)
             assert [t for r in rank.records() for t in r.token_ids] == [101, 102, 103]
             with pytest.raises(errors.Unavailable):
                 await anext(first)
             assert rank.core.ledger().open_streams == 1
             await rank.all_free()
+
+
+@run
+async def test_a_stream_that_begins_anew_ends_what_was_before():
+    for resume_after in (0, 7):
+        async with decode_rank(connected=False) as rank:
+            first = rank.core.stream_tokens(ROUTER, "", 0)
+            await anext(first)
+            await rank.start()
+            second = rank.core.stream_tokens(ROUTER, "", resume_after)
+            if resume_after:
+                with pytest.raises(errors.Unavailable):
+                    await anext(second)
+            else:
+                assert (await anext(second)).frame_number == 1
+            await rank.all_free()
+            with pytest.raises(errors.Unavailable):
+                await anext(first)
+            await second.aclose()
 
 
 @run
@@ -832,6 +853,44 @@ async def test_a_stalled_reader_is_cut_off_and_its_requests_end():
         assert caught.value.reason == "READER_STALLED"
         await rank.clock.advance(2.5)
         await rank.all_free()
+
+
+# --- spans ---------------------------------------------------------------------------------------------------------------
+
+
+def test_every_stage_of_a_request_is_a_span_of_its_callers_trace(tmp_path):
+    router, writer = (f"00-{'ab' * 16}-{digit * 16}-01" for digit in "12")
+    telemetry.setup("decode", "epoch", TelemetryConfig(), tmp_path)
+
+    async def one_request():
+        async with decode_rank() as rank:
+            command = rank.command(max_tokens=4)
+            with calling("r", router):
+                reservation = await rank.reserve(command)
+            with calling("r", writer):
+                await rank.core.commit(rank.commit_command(command, reservation, rank.rows.push(reservation)))
+            for _ in range(3):
+                await rank.clock.advance(0.5)
+                await rank.step()
+            await rank.all_free()
+            return rank.ends()[0]
+
+    try:
+        end = asyncio.run(one_request())
+        spans = {span.name: span for span in telemetry.memory()}
+    finally:
+        telemetry.shutdown()
+    assert {name: span.parent_id for name, span in spans.items()} == {
+        "decode.reserve": "1" * 16,
+        "decode.commit": "2" * 16,
+        "decode.queue": "1" * 16,
+        "decode.generate": "1" * 16,
+    }
+    assert {span.trace_id for span in spans.values()} == {"ab" * 16}
+    assert {span.attributes["request_id"] for span in spans.values()} == {"r"}
+    generate = spans["decode.generate"]
+    assert (generate.attributes["steps"], generate.attributes["itl_mean_s"]) == (3, 0.5)
+    assert abs(generate.duration_s - end.stages[1].duration_s) < 1e-3 and end.stages[1].duration_s == 1.5
 
 
 # --- the engine and the end ------------------------------------------------------------------------------------------
