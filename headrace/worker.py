@@ -15,13 +15,12 @@ from headrace import logs
 from headrace.cache.blocks import BlockPool
 from headrace.cache.latent import ROPE_ORDER, LatentPool
 from headrace.config import Config, TransferConfig
+from headrace.engine.engine import EngineParts, load_configured
 from headrace.engine.runner import Runner
-from headrace.engine.sampler import Sampler
 from headrace.engine.thread import EngineThread
 from headrace.errors import ConfigError
 from headrace.model.deepseek import Transformer
 from headrace.model.exact import exact_self_test
-from headrace.model.weights import load_transformer
 from headrace.protocol import KvLayout, WorkerIdentity, WorkerInfo
 from headrace.transfer import mooncake_environment
 from kernels.block_checksum import checksum
@@ -91,24 +90,15 @@ def open_worker(
 ) -> Worker:
     """Loads the model and makes its pool; blocks for seconds. A second worker of one process shares `engine` and
     `transformer` and gets a pool of its own. Raises ConfigError and CheckpointError."""
-    settings = config.engine
-    if settings.num_threads:
-        torch.set_num_threads(settings.num_threads)
-    device = torch.device(settings.device)
     transformer = transformer or load_model(config)
-    block_size = settings.block_size or (16 if device.type == "cpu" else 64)
-    dtype = torch.float32 if transformer.exact else transformer.dtype
-    model = transformer.config
-    latent = LatentPool(model.num_hidden_layers, settings.num_blocks, block_size, model.row_dim, dtype, device)
+    parts = EngineParts.over(transformer, config.engine, max_context_tokens=config.model.max_context_tokens)
+    model, latent = transformer.config, parts.pool
     directory = configuration.model_directory(config)
-    max_context = model.max_position_embeddings
-    if config.model.max_context_tokens:
-        max_context = min(max_context, config.model.max_context_tokens)
     layout = KvLayout(
         layer_count=model.num_hidden_layers,
         row_dim=model.row_dim,
-        dtype=_DTYPE_NAMES[dtype],
-        block_size=block_size,
+        dtype=_DTYPE_NAMES[latent.rows.dtype],
+        block_size=latent.block_size,
         rope_order=ROPE_ORDER,
         model_fingerprint=model_fingerprint(directory),
     )
@@ -116,11 +106,11 @@ def open_worker(
         config=config,
         transformer=transformer,
         latent=latent,
-        blocks=BlockPool(settings.num_blocks, block_size),
-        runner=Runner(transformer, latent, Sampler(model.vocab_size, device), max_context),
+        blocks=parts.blocks,
+        runner=parts.runner,
         engine=engine or EngineThread(),
         layout=layout,
-        max_context_tokens=max_context,
+        max_context_tokens=parts.max_context,
         model_name=directory.name,
     )
 
@@ -132,15 +122,10 @@ def transfer_environment(config: TransferConfig) -> dict[str, str]:
 
 def load_model(config: Config) -> Transformer:
     """The checkpoint in the mode the settings ask for; exact mode is proved on this host or refused."""
-    settings = config.engine
-    device = torch.device(settings.device)
-    exact = settings.exact if settings.exact is not None else device.type == "cpu"
-    transformer = load_transformer(configuration.model_directory(config), device=device, exact=exact)
-    transformer.moe_dp_chunk_tokens = settings.moe_dp_chunk_tokens
-    transformer.moe_activation_chunk_tokens = settings.moe_activation_chunk_tokens
-    if exact and (reason := exact_self_test(transformer)) is not None:
+    transformer = load_configured(configuration.model_directory(config), config.engine)
+    if transformer.exact and (reason := exact_self_test(transformer)) is not None:
         raise ConfigError(reason, field="engine.exact")
-    log.info("model loaded", exact=exact, precision=transformer.precision_table())
+    log.info("model loaded", exact=transformer.exact, precision=transformer.precision_table())
     return transformer
 
 

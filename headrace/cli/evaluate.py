@@ -55,7 +55,9 @@ def evaluate(
     seed = secrets.randbelow(2**31) if seed is None else seed
     console = Console(stderr=True)
     started = time.monotonic()
-    engine, ask = (None, _ask_router(address, config)) if address else _open_engine(directory, config)
+    engine, ask = (
+        (None, _ask_router(address, config)) if address else _open_engine(directory, config, tokenizer.eos_ids)
+    )
     result: dict[str, Any] = {
         "model": directory.name,
         "recall": {},
@@ -74,13 +76,13 @@ def evaluate(
     print(json.dumps(result)) if as_json else _show(result)
 
 
-def _open_engine(directory: Path, config: Config):
+def _open_engine(directory: Path, config: Config, eos_ids: tuple[int, ...]):
     from headrace.engine.engine import Engine
 
     engine = Engine.load(directory, config.engine)
 
     def ask(prompts: Sequence[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-        sampling = [SamplingParams(max_tokens=length, eos_token_ids=engine.eos_token_ids) for length in lengths]
+        sampling = [SamplingParams(max_tokens=length, eos_token_ids=eos_ids) for length in lengths]
         return [outputs[0].token_ids for outputs in engine.generate(prompts, sampling)]
 
     return engine, ask
@@ -137,10 +139,12 @@ def _bits_per_byte(directory: Path, tokenizer: Tokenizer, engine: Any, text: Pat
     if engine is None:
         raise ConfigError("bits per byte is measured by an engine in this process: leave --address out", field="text")
     content = text.read_text()
-    nats, window = 0.0, engine.max_context_tokens // 2
+    from headrace.engine.score import prompt_logprobs
+
+    nats, window = 0.0, engine.parts.max_context // 2
     ids = tokenizer.encode(content, add_bos=False)
     for start in range(0, len(ids), window):
-        nats -= sum(engine.token_logprobs([tokenizer.bos_id, *ids[start : start + window]]))
+        nats -= float(prompt_logprobs(engine.parts, [tokenizer.bos_id, *ids[start : start + window]]).sum())
     return {
         "bits_per_byte": nats / math.log(2) / max(1, len(content.encode())),
         "bits_per_byte_from": f"{text.name}, in windows of {window} tokens",

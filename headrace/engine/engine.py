@@ -43,13 +43,7 @@ class EngineParts:
 
         `max_context_tokens` 0: what the checkpoint says. Block size and exact mode follow the device when left open.
         """
-        device = torch.device(config.device)
-        if config.num_threads:
-            torch.set_num_threads(config.num_threads)
-        exact = device.type == "cpu" if config.exact is None else config.exact
-        transformer = load_transformer(directory, device=device, exact=exact)
-        transformer.moe_dp_chunk_tokens = config.moe_dp_chunk_tokens
-        transformer.moe_activation_chunk_tokens = config.moe_activation_chunk_tokens
+        transformer = load_configured(directory, config)
         return cls.over(transformer, config, max_context_tokens=max_context_tokens)
 
     @classmethod
@@ -75,6 +69,18 @@ class EngineParts:
         sampler = Sampler(model.vocab_size, transformer.device)
         runner = Runner(transformer, pool, sampler, max_context)
         return cls(transformer, pool, BlockPool(config.num_blocks, block_size), runner, max_context)
+
+
+def load_configured(directory: str | Path, config: EngineConfig) -> Transformer:
+    """The checkpoint on the device and in the mode of these settings; torch's thread count is set. Raises CheckpointError."""
+    device = torch.device(config.device)
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    exact = device.type == "cpu" if config.exact is None else config.exact
+    transformer = load_transformer(directory, device=device, exact=exact)
+    transformer.moe_dp_chunk_tokens = config.moe_dp_chunk_tokens
+    transformer.moe_activation_chunk_tokens = config.moe_activation_chunk_tokens
+    return transformer
 
 
 @dataclass
