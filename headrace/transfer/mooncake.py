@@ -105,36 +105,47 @@ class MooncakeTarget:
         _check_environment()
         _check_build(pool.is_cuda)
         self._lock = threading.Lock()
+        self._closed = False
+        self._ending: list[_Engine] = []
         self._engine: _Engine | None = _Engine(self._geometry, host)
 
     def descriptor(self) -> TargetDescriptor:
-        """As TransferTarget. Raises TransferError once closed."""
+        """As TransferTarget. Raises TransferError without an engine: closed, or a fence could not open one."""
         engine = self._engine
         if engine is None:
-            raise TransferError("this transfer target is closed", reason=FAILED)
+            raise TransferError("this transfer target has no session", reason=FAILED)
         return self._geometry.describe(BACKEND, engine.session)
 
     def fence(self) -> TargetDescriptor:
-        """As TransferTarget. The old session ends even when no new one can be opened; then this target is closed."""
+        """As TransferTarget. The old session ends even when no new one can be opened; call again to try for one."""
         with self._lock:
-            if self._engine is None:
+            if self._closed:
                 raise TransferError("this transfer target is closed", reason=FAILED)
-            old = self._engine
+            if self._engine is not None:
+                self._ending.append(self._engine)
             try:
                 self._engine = _Engine(self._geometry, self._host)
             except BaseException:
                 self._engine = None
                 raise
             finally:
-                old.close()
+                self._end_old()
             return self.descriptor()
 
     def close(self) -> None:
         """As TransferTarget."""
         with self._lock:
-            engine, self._engine = self._engine, None
-            if engine is not None:
-                engine.close()
+            self._closed = True
+            if self._engine is not None:
+                self._ending.append(self._engine)
+            self._engine = None
+            self._end_old()
+
+    def _end_old(self) -> None:
+        """Close engines whose sessions are over. One that resists raises, and stays for the next fence."""
+        while self._ending:
+            self._ending[-1].close()
+            self._ending.pop()
 
 
 class MooncakeSource:

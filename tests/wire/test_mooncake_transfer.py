@@ -284,6 +284,28 @@ def test_a_fence_does_not_hold_up_the_other_threads_of_the_process(decode):
     assert longest[0] < 0.4
 
 
+def test_a_fence_that_can_open_nothing_still_ends_the_old_session_and_may_be_repeated(decode, monkeypatch):
+    rows, target = decode
+    source, old = open_source("mooncake", pattern(SMALL, 1), "127.0.0.1"), target.descriptor()
+    source.push(old, 0, [RowRun(0, 0, 1)])
+
+    def no_ports(host):
+        raise TransferError("no ports")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(mooncake, "_start", no_ports)
+        with pytest.raises(TransferError, match="no ports"):
+            target.fence()
+    rows.fill_(SENTINEL)
+    with pytest.raises(TransferError):
+        source.push(old, 0, [RowRun(0, 0, 1)])
+    with pytest.raises(TransferError, match="no session"):
+        target.descriptor()
+    assert (rows == SENTINEL).all()
+    assert source.push(target.fence(), 0, [RowRun(0, 0, 1)]) == 640
+    source.close()
+
+
 def test_no_later_engine_of_a_process_gets_the_ports_of_an_earlier_one(decode, monkeypatch):
     _, target = decode
     taken = collections.deque(range(21000, 23000, 2))  # as if earlier engines had had every even port
