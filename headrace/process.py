@@ -76,13 +76,14 @@ async def serve(
     identity = WorkerIdentity(server.address, start.epoch)
     for role in roles or (start.service,):
         await registry.announce(role, identity, {"rank": start.rank, **details})
-    print_ready(start.service, identity)
 
     async def leave_and_drain(grace_s: float) -> None:
         await registry.withdraw()
         await drain(grace_s)
 
-    await rpc.serve_until_signal(server, leave_and_drain, start.config.mesh.drain_grace_s)
+    await rpc.serve_until_signal(
+        server, leave_and_drain, start.config.mesh.drain_grace_s, lambda: print_ready(start.service, identity)
+    )
     log.info("stopped")
 
 

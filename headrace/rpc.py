@@ -250,8 +250,16 @@ async def start_server(
     return result
 
 
-async def serve_until_signal(server: Server, drain: Callable[[float], Awaitable[None]], grace_s: float) -> None:
-    """Serves until SIGTERM or SIGINT, then NOT_SERVING, `drain(grace_s)`, stop. A second signal stops at once."""
+async def serve_until_signal(
+    server: Server,
+    drain: Callable[[float], Awaitable[None]],
+    grace_s: float,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Serves until SIGTERM or SIGINT, then NOT_SERVING, `drain(grace_s)`, stop. A second signal stops at once.
+
+    `on_ready` is called when signals are heard: whoever is told then may send one at once.
+    """
     stop = asyncio.Event()
     hurry = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -262,6 +270,7 @@ async def serve_until_signal(server: Server, drain: Callable[[float], Awaitable[
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     try:
+        on_ready()
         await stop.wait()
         await server.set_serving(False)
         async with asyncio.TaskGroup() as tasks:
