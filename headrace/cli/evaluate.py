@@ -157,9 +157,9 @@ def _logged_bits_per_byte(directory: Path) -> float | None:
     if not file.exists():
         return None
     try:
-        return float(json.loads(file.read_text())["bits_per_byte"])
+        return float(json.loads(file.read_text())["result"]["bits_per_byte"])
     except (ValueError, KeyError) as error:
-        raise CheckpointError(f"{file} has no bits_per_byte") from error
+        raise CheckpointError(f"{file} has no result.bits_per_byte") from error
 
 
 def _parse_cases(text: str) -> dict[int, int]:
