@@ -1,6 +1,6 @@
 """One tree of settings, one loader, and the only place that reads the environment.
 
-Order: defaults < TOML file < environment (`HEADRACE__DECODE__MAX_BATCH_SIZE=64`) < flags (`decode.max_batch_size=64`).
+Order: defaults < TOML file < environment (`HEADRACE__ENGINE__MAX_BATCH_SIZE=64`) < flags (`engine.max_batch_size=64`).
 An unknown key or a bad value raises ConfigError with the key's path. Settings are never written to after loading; what is
 worked out from them has names of its own. Lengths in tokens, times in seconds (`_s`), sizes in bytes (`_bytes`).
 """

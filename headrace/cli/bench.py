@@ -39,6 +39,7 @@ def engine(
     python = transformers_python or _default_python()
     result = measure.run(
         configuration.model_directory(config),
+        progress=Console(stderr=True).print,
         streams=tuple(int(part) for part in streams.split(",")),
         modes=tuple(modes.split(",")),
         transformers_python=python,
@@ -54,6 +55,30 @@ def engine(
         table.add_row(str(row["streams"]), row["mode"], prefill, decode)
     Console().print(table)
     print(json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=2))
+
+
+@app.command("mesh")
+def mesh(
+    config_file: options.ConfigFile = None,
+    flags: options.Flags = None,
+    as_json: options.Json = False,
+    streams: Annotated[int, typer.Option(help="Concurrent streams.")] = 32,
+    mode: Annotated[str, typer.Option(help="exact or fast.")] = "fast",
+    stream_interval: Annotated[int, typer.Option(help="Tokens per message after the first.")] = 1,
+) -> None:
+    """Tokens per second through a mesh of this host, beside the engine alone."""
+    from bench import mesh as measure
+
+    config = options.load(config_file, flags)
+    console = Console(stderr=True)
+    result = measure.run(
+        configuration.model_directory(config),
+        streams=streams,
+        mode=mode,
+        stream_interval=stream_interval,
+        progress=console.print,
+    )
+    print(json.dumps(result, indent=None if as_json else 2))
 
 
 def _default_python() -> Path | None:
