@@ -23,9 +23,7 @@ from headrace.bundled_redis import BundledRedis
 from headrace.children import start_child, stop_child, wait_ready
 from headrace.config import Config
 from headrace.errors import ConfigError, Unavailable
-
-LAST_PORT = 32767
-"""Ports stay below the ephemeral range."""
+from headrace.ports import PortClaims
 
 
 @dataclass(frozen=True)
@@ -60,17 +58,25 @@ class MeshPlan:
         return next(process.port for process in self.processes if process.service == service)
 
 
-def plan(config: Config, *, aggregated: bool = False) -> MeshPlan:
-    """Ports for every process, each free at this moment. Raises ConfigError when the range is used up."""
+def plan(config: Config, *, aggregated: bool = False, claims: PortClaims | None = None) -> MeshPlan:
+    """Ports for every process, each free at this moment and held in `claims` against other plans of this host. Raises
+    ConfigError when the range is used up."""
+    held = claims or PortClaims()
+    try:
+        return _plan(config, aggregated, held)
+    finally:
+        if claims is None:
+            held.close()
+
+
+def _plan(config: Config, aggregated: bool, claims: PortClaims) -> MeshPlan:
     ranks = [("router", 1), ("kvstore", 1)]
     if not aggregated:
         ranks.append(("prefill", config.mesh.prefill_ranks))
     ranks.append(("decode", config.mesh.decode_ranks))
-    taken: list[int] = []
 
     def next_port() -> int:
-        taken.append(rpc.free_port(config.mesh.host, config.mesh.base_port, LAST_PORT, taken))
-        return taken[-1]
+        return claims.take(config.mesh.host, config.mesh.base_port)
 
     processes = []
     for service, count in ranks:
@@ -113,7 +119,8 @@ class Mesh:
         say: Callable[[str], None] = lambda text: None,
     ):
         self.config = config
-        self.plan = plan(config, aggregated=aggregated)
+        self._claims = PortClaims()
+        self.plan = plan(config, aggregated=aggregated, claims=self._claims)
         self.running: dict[str, Running] = {}
         self.redis: BundledRedis | None = None
         self._config_file = config_file
@@ -201,6 +208,7 @@ class Mesh:
         if self.redis is not None:
             self.redis.stop()
             self.redis = None
+        self._claims.close()
         (Path(self.plan.run_directory) / "mesh.json").unlink(missing_ok=True)
 
     def _command(self, process: ProcessPlan) -> list[str]:

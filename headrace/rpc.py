@@ -12,7 +12,6 @@ import contextlib
 import logging
 import secrets
 import signal
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,8 @@ from grpc_reflection.v1alpha import reflection
 
 from headrace import errors
 from headrace.context import request_id_var, traceparent_var
+from headrace.ports import free_port as free_port
+from headrace.ports import unused_port as unused_port
 
 log = logging.getLogger(__name__)
 
@@ -289,27 +290,6 @@ async def _bounded(drain: Callable[[float], Awaitable[None]], grace_s: float) ->
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(grace_s):
             await drain(grace_s)
-
-
-def unused_port(host: str) -> int:
-    """A port the kernel says is free now, for a process that must know its address before it listens."""
-    with contextlib.closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
-
-
-def free_port(host: str, first: int, last: int = 32767, taken: Sequence[int] = ()) -> int:
-    """The first port in [first, last] that nothing listens on and that is not in `taken`."""
-    for port in range(first, last + 1):
-        if port in taken:
-            continue
-        with contextlib.closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-            return port
-    raise errors.ConfigError(f"no free port between {first} and {last} on {host}", field="mesh.base_port")
 
 
 # --- calling ---------------------------------------------------------------------------------------------------------
