@@ -8,7 +8,6 @@ Made for one GPU of the H200's class and under ten minutes; `--device cpu --toke
 import argparse
 import os
 import platform
-import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
@@ -106,13 +105,7 @@ def environment(device: torch.device) -> dict:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     versions |= {"tokenizers": tokenizers.__version__, "safetensors": safetensors.__version__}
-    return {"device": name, "cpu_count": os.cpu_count(), "versions": versions, "revision": _revision()}
-
-
-def _revision() -> str | None:
-    """The commit that is checked out; None outside a repository."""
-    answer = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return answer.stdout.strip() if answer.returncode == 0 else None
+    return {"device": name, "cpu_count": os.cpu_count(), "versions": versions}
 
 
 def parse() -> argparse.Namespace:
