@@ -21,7 +21,7 @@ from headrace.cache.blocks import BlockPool, BlockState, block_keys
 from headrace.clock import Clock
 from headrace.config import PrefillConfig
 from headrace.context import traceparent_var
-from headrace.engine.request import PrefillJob, PrefillSequence
+from headrace.engine.request import PrefillJob
 from headrace.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -47,12 +47,13 @@ from headrace.protocol import (
     PrefillFailed,
     PrefillLedger,
     SampleState,
-    Stage,
     StopState,
-    WorkerIdentity,
     WorkerInfo,
 )
 from services.prefill.leg import Leg
+from services.prefill.report import Report, stages_of
+from services.prefill.room import Room
+from services.prefill.sequences import blocks_for, blocks_needed, sequence_lengths, sequences_of
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +124,8 @@ class Prefiller:
         self._waiting_tokens = 0
         self._waiting_requests = 0
         self._tombstones: collections.OrderedDict[str, _Tombstone] = collections.OrderedDict()
-        self._room = _Room(pool)
+        self._room = Room(pool)
+        self._report = Report(info.identity)
         self._draining = False
         self._tasks: asyncio.TaskGroup
 
@@ -234,19 +236,19 @@ class Prefiller:
             if leg.command.reservation is not None:
                 stack.enter_context(_cancelling(self._tasks.create_task(self._keep_renewed(leg))))
             tokens = await tokens_ready
-            self._emit_spans_of_forward(leg, parent, cached)
+            self._report.forward(leg, parent, cached)
             computed = sum(len(s.token_ids) - s.first_computed for s in job.sequences)
             yield FirstTokens(tuple(tokens), cached, computed)
             live = [token for token in tokens if token.finish_reason is FinishReason.NONE]
             if live and leg.command.reservation is not None:
                 await self._hand_over(leg, live, parent)
-            yield Committed(leg.pushed_bytes, self._stages(leg, cached))
+            yield Committed(leg.pushed_bytes, stages_of(leg, cached))
 
     async def _take_blocks(self, leg: Leg) -> int:
         """Blocks for every sequence of the leg; returns how many leading prompt tokens this rank still held."""
         command, size = leg.command, self._pool.block_size
-        lengths = _sequence_lengths(command)
-        needed = _blocks_needed(command, lengths, size)
+        lengths = sequence_lengths(command)
+        needed = blocks_needed(command, lengths, size)
         if needed > self.info.block_count:
             raise InvalidRequest(
                 f"prompt_token_ids: needs {needed} blocks of {size} tokens, this rank has {self.info.block_count}",
@@ -269,12 +271,12 @@ class Prefiller:
             keys = block_keys(command.cache_salt, command.prompt_token_ids, size)
             held = self._pool.match_prefix(keys[: (len(command.prompt_token_ids) - 1) // size])
         leg.held_blocks = tuple(held)
-        first = _blocks(lengths[0], size)
+        first = blocks_for(lengths[0], size)
         own = self._pool.allocate(first - len(held), BlockState.RUNNING)
         leg.held_blocks += own
         leg.sequence_blocks = [(*held, *own)]
         for length in lengths[1:]:
-            tail = self._pool.allocate(_blocks(length, size) - prompt_blocks, BlockState.RUNNING)
+            tail = self._pool.allocate(blocks_for(length, size) - prompt_blocks, BlockState.RUNNING)
             leg.held_blocks += tail
             leg.sequence_blocks.append((*leg.sequence_blocks[0][:prompt_blocks], *tail))
         return len(held) * size
@@ -305,7 +307,7 @@ class Prefiller:
             leg.post(_settle_error, ready, error)
             leg.post(leg.computed.set)
 
-        sequences = _sequences(command, leg.sequence_blocks, cached, self._pool.block_size)
+        sequences = sequences_of(command, leg.sequence_blocks, cached, self._pool.block_size)
         job = PrefillJob(
             key=_key(command),
             sequences=sequences,
@@ -325,7 +327,7 @@ class Prefiller:
             await leg.pushed.wait()
             if leg.failure is not None:
                 raise leg.failure
-            self._emit_span_of_push(leg, parent)
+            self._report.push(leg, parent)
             try:
                 await self._commit(leg, live)
                 return
@@ -414,45 +416,6 @@ class Prefiller:
             self._tombstones.popitem(last=False)
         return StopState.DRAINED if tombstone.drained else StopState.UNKNOWN
 
-    # --- what is told ---------------------------------------------------------------------------------------------------
-
-    def _attributes(self, leg: Leg) -> dict[str, object]:
-        identity: WorkerIdentity = self.info.identity
-        return {"attempt": leg.command.attempt, "rank": identity.address, "epoch": identity.epoch}
-
-    def _emit_spans_of_forward(self, leg: Leg, parent: str, cached: int) -> None:
-        times, common = leg.times, self._attributes(leg)
-        assert times.started is not None and times.computed is not None
-        tokens = len(leg.command.prompt_token_ids)
-        telemetry.emit("prefill.queue", times.received, times.started, parent=parent, tokens=tokens, **common)
-        telemetry.emit("prefill.fetch", times.received, times.received, parent=parent, cached_tokens=cached, **common)
-        telemetry.emit(
-            "prefill.forward", times.started, times.computed, parent=parent, tokens=tokens - cached, **common
-        )
-
-    def _emit_span_of_push(self, leg: Leg, parent: str) -> None:
-        start, end = leg.times.push_started, leg.times.push_ended
-        assert start is not None and end is not None
-        rate = leg.pushed_bytes / max(end - start, 1e-9)
-        telemetry.emit(
-            "prefill.push", start, end, parent=parent, bytes=leg.pushed_bytes, bytes_per_s=rate, **self._attributes(leg)
-        )
-
-    def _stages(self, leg: Leg, cached: int) -> tuple[Stage, ...]:
-        times, zero = leg.times, leg.times.received
-        assert times.started is not None and times.computed is not None
-        tokens = len(leg.command.prompt_token_ids)
-        stages = [
-            Stage("prefill.queue", 0.0, times.started - zero, tokens),
-            Stage("prefill.fetch", 0.0, 0.0, cached),
-            Stage("prefill.forward", times.started - zero, times.computed - times.started, tokens - cached),
-        ]
-        if times.committed is not None and times.push_started is not None and times.push_ended is not None:
-            push_s = times.push_ended - times.push_started
-            stages.append(Stage("prefill.push", times.push_started - zero, push_s, tokens, leg.pushed_bytes))
-            stages.append(Stage("decode.commit", times.push_ended - zero, times.committed - times.push_ended))
-        return tuple(stages)
-
 
 @dataclass(frozen=True)
 class _Tombstone:
@@ -460,28 +423,6 @@ class _Tombstone:
 
     forget_at: float
     drained: bool
-
-
-class _Room:
-    """First come, first served for blocks of a pool; woken when blocks are freed."""
-
-    def __init__(self, pool: BlockPool):
-        self._pool = pool
-        self._turn = asyncio.Lock()
-        self._freed = asyncio.Event()
-
-    def freed(self) -> None:
-        """Blocks came back."""
-        self._freed.set()
-
-    @contextlib.asynccontextmanager
-    async def wait_turn(self, count: int) -> AsyncIterator[None]:
-        """Inside, `count` blocks can be allocated."""
-        async with self._turn:
-            while not self._pool.can_allocate(count):
-                self._freed.clear()
-                await self._freed.wait()
-            yield
 
 
 @contextlib.contextmanager
@@ -508,35 +449,3 @@ def _settle_error(future: asyncio.Future, error: BaseException) -> None:
 
 def _key(command: PrefillCommand) -> str:
     return f"{command.request_id}/{command.attempt}"
-
-
-def _blocks(length: int, size: int) -> int:
-    return -(-length // size)
-
-
-def _sequence_lengths(command: PrefillCommand) -> list[int]:
-    """Tokens of each sequence: the prompt alone on a first attempt, else prompt and delivered tokens per sample."""
-    prompt = len(command.prompt_token_ids)
-    if not any(command.delivered.values()):
-        return [prompt]
-    return [prompt + len(command.delivered.get(sample, ())) for sample in command.sample_indices]
-
-
-def _blocks_needed(command: PrefillCommand, lengths: Sequence[int], size: int) -> int:
-    shared = len(command.prompt_token_ids) // size
-    return _blocks(lengths[0], size) + sum(_blocks(length, size) - shared for length in lengths[1:])
-
-
-def _sequences(
-    command: PrefillCommand, blocks: Sequence[tuple[int, ...]], cached: int, size: int
-) -> list[PrefillSequence]:
-    shared = len(command.prompt_token_ids) // size * size
-    sequences = []
-    for index, table in enumerate(blocks):
-        sample = command.sample_indices[index]
-        ids = [*command.prompt_token_ids, *command.delivered.get(sample, ())]
-        if len(blocks) == 1 and not any(command.delivered.values()):
-            ids = list(command.prompt_token_ids)
-        first = cached if index == 0 else shared
-        sequences.append(PrefillSequence(sample, ids, list(table), min(first, len(ids) - 1)))
-    return sequences

@@ -1,0 +1,43 @@
+"""What a prefill attempt computes: the prompt alone the first time, prompt and delivered tokens per sample after that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.engine.request import PrefillSequence
+from headrace.protocol import PrefillCommand
+
+
+def blocks_for(length: int, size: int) -> int:
+    """Blocks of `size` tokens that hold `length`."""
+    return -(-length // size)
+
+
+def sequence_lengths(command: PrefillCommand) -> list[int]:
+    """Tokens of each sequence: the prompt alone on a first attempt, else prompt and delivered tokens per sample."""
+    prompt = len(command.prompt_token_ids)
+    if not any(command.delivered.values()):
+        return [prompt]
+    return [prompt + len(command.delivered.get(sample, ())) for sample in command.sample_indices]
+
+
+def blocks_needed(command: PrefillCommand, lengths: Sequence[int], size: int) -> int:
+    """Blocks of a whole attempt; further sequences share the full prompt blocks of the first."""
+    shared = len(command.prompt_token_ids) // size
+    return blocks_for(lengths[0], size) + sum(blocks_for(length, size) - shared for length in lengths[1:])
+
+
+def sequences_of(
+    command: PrefillCommand, blocks: Sequence[tuple[int, ...]], cached: int, size: int
+) -> list[PrefillSequence]:
+    """One sequence per block table. The first computes all but `cached` tokens, the others only what they do not share."""
+    shared = len(command.prompt_token_ids) // size * size
+    sequences = []
+    for index, table in enumerate(blocks):
+        sample = command.sample_indices[index]
+        ids = [*command.prompt_token_ids, *command.delivered.get(sample, ())]
+        if len(blocks) == 1 and not any(command.delivered.values()):
+            ids = list(command.prompt_token_ids)
+        first = cached if index == 0 else shared
+        sequences.append(PrefillSequence(sample, ids, list(table), min(first, len(ids) - 1)))
+    return sequences
