@@ -317,8 +317,8 @@ class FakePrefill:
         fault: str | HeadraceError = ""
         if not command.request_id.startswith("canary"):
             self.commands.append(command)
-            fault = self.faults.pop(0) if self.faults else ""
             await self.gate.wait()
+            fault = self.faults.pop(0) if self.faults else ""
         if isinstance(fault, HeadraceError):
             raise fault
         if fault == "before":
@@ -376,6 +376,7 @@ class FakeMesh:
         self.decodes = [FakeDecode(self, f"d{index}:1") for index in range(decodes)]
         self.version = 0
         self.claimed: set[str] = set()
+        self.reachable = True
         self.listed: dict[str, list[WorkerIdentity]] = {
             "prefill": [x.identity for x in self.prefills],
             "decode": [x.identity for x in self.decodes],

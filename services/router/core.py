@@ -68,12 +68,17 @@ RETRY_WAIT_S = 60.0
 """How long a request that was running waits for workers to come back, within its deadline."""
 LONG_TEXT_CHARACTERS = 2_000
 """Longer text is tokenised in a thread: it would hold up the loop."""
+QUIET_INTERVAL = 16
+"""Tokens per frame when nobody reads along and no stop string is looked for."""
 _POLL_S = 0.05
 _CANARY_IDS = (0, 1, 2, 3, 4, 5, 6, 7)
 
 
 class Claims(Protocol):
     """Names taken across all routers of the mesh: headrace.registry.Registry."""
+
+    @property
+    def reachable(self) -> bool: ...
 
     async def claim(self, name: str, ttl_s: float) -> bool: ...
 
@@ -270,9 +275,9 @@ class Router:
             raise unwrap(group_error) from group_error
 
     async def _serve_claimed(self, run: _Run, span: telemetry.OpenSpan) -> None:
-        """A client's own id is claimed across all routers while the request runs."""
+        """A client's own id is claimed across all routers while the request runs; nobody waits for a Redis that is away."""
         name = f"request/{run.request_id}"
-        if not run.command.request_id or self._claims is None:
+        if not run.command.request_id or self._claims is None or not self._claims.reachable:
             await self._serve(run, span)
             return
         if not await self._claims.claim(name, run.deadline.left_s() + 1.0):
@@ -340,6 +345,8 @@ class Router:
     def _state(self, run: _Run, ids: tuple[int, ...], sampling: SamplingParams) -> RequestState:
         command = run.command
         interval = max(self._config.stream_interval, command.stream_interval)
+        if command.final_only and not sampling.stop:
+            interval = max(interval, QUIET_INTERVAL)
         run.answer = Answer(self._checkpoint.tokenizer, sampling, interval, command.final_only)
         return RequestState(
             # A client may use an id again; workers remember ended attempts by it for a while.
