@@ -18,6 +18,7 @@ from typing import Any
 from headrace import logs, telemetry
 from headrace.cache.blocks import BlockState
 from headrace.config import DecodeConfig
+from headrace.context import request_id_var
 from headrace.engine.request import DecodeSequence
 from headrace.errors import (
     Cancelled,
@@ -164,7 +165,8 @@ class Decoder:
             return self._requests[first.reservation_id]
         self._check_admission(command)
         record, superseded = self._table.open(command, self._clock.now())
-        request = Request(record, plan, traceparent, wait_until, next(self._engine_handles))
+        name = request_id_var.get() or command.request_id
+        request = Request(record, plan, name, traceparent, wait_until, next(self._engine_handles))
         self._requests[record.reservation_id] = request
         self._admission.enqueue(request)
         for older in superseded:
@@ -290,7 +292,8 @@ class Decoder:
             self._finish(request)
             return
         outputs = {s: SampleOutput(reserve.handle, s, reserve.stream_interval, reserve.sampling) for s in states}
-        self._outputs.begin(request.engine_handle, RunningRequest(reserve, request.traceparent, arrived, now, outputs))
+        running = RunningRequest(reserve, request.name, request.traceparent, arrived, now, outputs)
+        self._outputs.begin(request.engine_handle, running)
         self._by_engine_handle[request.engine_handle] = request
         self._engine.add(sequences)
         self._admit()

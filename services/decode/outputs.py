@@ -37,9 +37,10 @@ class Step:
 
 @dataclass
 class RunningRequest:
-    """A request that steps; times are readings of the clock, in seconds."""
+    """A request that steps; times are readings of the clock, in seconds. `name` is the client's request id."""
 
     command: ReserveCommand
+    name: str
     traceparent: str
     arrived: float
     committed: float
@@ -63,7 +64,7 @@ class RunningRequest:
         ended = self.step_times[-1]
         gaps = np.diff(self.step_times) if len(self.step_times) > 1 else np.zeros(1)
         parent = self.traceparent
-        common: dict[str, Any] = {"request_id": self.command.request_id, "attempt": self.command.attempt}
+        common: dict[str, Any] = {"request_id": self.name, "attempt": self.command.attempt}
         telemetry.emit("decode.queue", wall_offset_s + self.committed, wall_offset_s + began, parent=parent, **common)
         telemetry.emit(
             "decode.generate",

@@ -13,10 +13,14 @@ from services.decode.seats import SeatPlan, Seats
 
 @dataclass(eq=False)
 class Request:
-    """One attempt. `wait_until` is a reading of the clock; `engine_handle` names it in the batch."""
+    """One attempt. `wait_until` is a reading of the clock; `engine_handle` names it in the batch.
+
+    `name` is the request id that the client knows; the one in the commands is the router's for its workers.
+    """
 
     record: ReservationRecord
     plan: SeatPlan
+    name: str
     traceparent: str
     wait_until: float
     engine_handle: int

@@ -864,7 +864,7 @@ def test_every_stage_of_a_request_is_a_span_of_its_callers_trace(tmp_path):
 
     async def one_request():
         async with decode_rank() as rank:
-            command = rank.command(max_tokens=4)
+            command = rank.command("r~0a1b", max_tokens=4)  # the router's name for what its client calls r
             with calling("r", router):
                 reservation = await rank.reserve(command)
             with calling("r", writer):
