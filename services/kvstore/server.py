@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace import rpc, wire
+from headrace import rpc, telemetry, wire
 from headrace.v1 import kvstore_pb2, kvstore_pb2_grpc
 from services.kvstore.core import KvStore
 
@@ -18,8 +18,11 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         self._core = core
 
     async def Lookup(self, request, context):
-        async with asyncio.timeout(rpc.time_left_s(context)):
-            return wire.holders_to_pb(await self._core.lookup(request.keys))
+        with telemetry.span("kvstore.lookup", blocks=len(request.keys)) as span:
+            async with asyncio.timeout(rpc.time_left_s(context)):
+                holders = await self._core.lookup(request.keys)
+            span.set(held_blocks=max((holder.num_blocks for holder in holders), default=0))
+            return wire.holders_to_pb(holders)
 
     async def Publish(self, request, context):
         worker, ttl_s = wire.identity_from_pb(request.worker), wire.duration_from_pb(request.time_to_live)
