@@ -232,11 +232,17 @@ def check(config: Config) -> None:
             field="prefill.renew_every_s",
         )
     if config.transfer.timeout_s < 5:
-        raise ConfigError("transfer.timeout_s is below Mooncake's minimum of 5", field="transfer.timeout_s")
+        raise ConfigError(
+            f"transfer.timeout_s = {config.transfer.timeout_s} is below Mooncake's minimum of 5",
+            field="transfer.timeout_s",
+        )
     if config.transfer.backend not in ("mooncake", "local", "grpc"):
         raise ConfigError(f"transfer.backend = {config.transfer.backend!r}", field="transfer.backend")
     if config.registry.lease_s <= 2 * config.registry.heartbeat_s:
-        raise ConfigError("registry.lease_s must be more than two heartbeats", field="registry.lease_s")
+        raise ConfigError(
+            f"registry.lease_s = {config.registry.lease_s} must be more than two heartbeats of {config.registry.heartbeat_s} s",
+            field="registry.lease_s",
+        )
     for path, value in (
         ("engine.num_blocks", config.engine.num_blocks),
         ("engine.max_batch_tokens", config.engine.max_batch_tokens),
