@@ -84,7 +84,7 @@ class Reservations(RuleBasedStateMachine):
         for older in superseded:
             assert older.command.attempt < attempt
             self.end(older)
-        self.ended[request] = max(self.ended.get(request, 0), attempt - 1)
+        self.note_end(request, attempt - 1)
         self.all[record.reservation_id] = record
         return record
 
@@ -139,6 +139,7 @@ class Reservations(RuleBasedStateMachine):
             self.pool.free(seats.leave(data.draw(st.sampled_from(seats.open_samples()))))
             if not seats.open_samples():
                 self.table.free(record, self.now)
+                self.note_end(*record.key)
 
     @rule(request=st.sampled_from("abc"), attempt=st.integers(1, 4))
     def release(self, request, attempt):
@@ -146,7 +147,7 @@ class Reservations(RuleBasedStateMachine):
             assert record.command.attempt <= attempt
             self.end(record)
         self.table.bury(request, attempt, self.now)
-        self.ended[request] = max(self.ended.get(request, 0), attempt)
+        self.note_end(request, attempt)
 
     @rule(record=consumes(records))
     def drained(self, record):
@@ -159,10 +160,11 @@ class Reservations(RuleBasedStateMachine):
         for record in self.table.expired(self.now):
             assert record.state in PROMISED and record.expires_at <= self.now
             self.table.bury(*record.key, self.now)
-            self.ended[record.command.request_id] = max(
-                self.ended.get(record.command.request_id, 0), record.command.attempt
-            )
+            self.note_end(*record.key)
             self.end(record)
+
+    def note_end(self, request, attempt):
+        self.ended[request] = max(self.ended.get(request, 0), attempt)
 
     def end(self, record):
         if record.state is State.WAITING:
