@@ -20,6 +20,8 @@ from headrace.engine import noise
 from headrace.engine.request import finish_reason
 from headrace.engine.sampling_table import Need, SamplingTable, TokenCounts
 
+_FACTORS = (1 / 1024, 1 / 256, 1 / 64, 1 / 16, 1 / 4)
+
 __all__ = ["Need", "Sampled", "Sampler", "SamplingTable", "TokenCounts", "finish_reason"]
 
 
@@ -123,7 +125,9 @@ class Sampler:
         """Only tokens that can survive the cuts are sorted: usually a few hundred of the vocabulary."""
         probs = torch.softmax(scaled, -1)
         top_k, top_p, min_p = table.top_k[rows], table.top_p[rows], table.min_p[rows]
-        ids, likely = self._pack(probs, self._survivors(scaled, probs, top_k, top_p, min_p))
+        best, free_p = probs.amax(-1), np.where(top_k > 0, 1.0, top_p)
+        survivors = _true_places(self._survivors(scaled, probs, best, top_k, top_p, min_p))
+        ids, likely = self._pack(probs, self._nearer(survivors, probs, best, free_p))
         likely, order = likely.sort(dim=-1, descending=True, stable=True)
         ids = ids.gather(1, order)
         before = likely.double().cumsum(-1)
@@ -136,13 +140,12 @@ class Sampler:
         best = scores.masked_fill_(~keep, -1.0).argmax(-1, keepdim=True)
         return ids.gather(1, best)[:, 0].cpu().numpy()
 
-    def _survivors(self, scaled, probs, top_k, top_p, min_p) -> torch.Tensor:
+    def _survivors(self, scaled, probs, best, top_k, top_p, min_p) -> torch.Tensor:
         """[n, vocab] bool: every token that the cuts may keep, and few others.
 
         A token of the top-p set has at least (1 - top_p) / vocab: it and all less likely ones together weigh more than
         1 - top_p. After a top-k cut the other two are relative to what it left, so there only top-k counts.
         """
-        best = probs.amax(-1)
         from_top_p = self._to_device(((1.0 - top_p.astype(np.float64)) / self.vocab_size * 0.999).astype(np.float32))
         floor = torch.maximum(from_top_p, self._to_device(min_p) * best * 0.999)
         survivors = probs >= floor.minimum(best)[:, None]
@@ -152,10 +155,22 @@ class Sampler:
             survivors[places] = part >= part.topk(k, -1).values[:, -1:]
         return survivors
 
-    def _pack(self, probs: torch.Tensor, survivors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Surviving token ids, ascending, and their probabilities, both [n, width], padded with id 0 and 0.0."""
-        at = _true_places(survivors)
-        row = at.div(self.vocab_size, rounding_mode="floor")
+    def _nearer(self, at: torch.Tensor, probs: torch.Tensor, best: torch.Tensor, top_p: np.ndarray) -> torch.Tensor:
+        """Fewer of the flat places `at`: tokens within a factor of the row's best whose weight reaches top_p alone."""
+        if not (top_p < 1).any():
+            return at
+        row = at // self.vocab_size
+        likely = probs.view(-1)[at]
+        relative, floor = likely / best[row], torch.zeros_like(best)
+        enough = self._to_device(np.where(top_p < 1, top_p * 1.00001, np.inf))
+        for factor in _FACTORS:
+            weight = torch.bincount(row, likely.masked_fill(relative < factor, 0.0).double(), minlength=len(best))
+            floor[weight >= enough] = factor
+        return at[relative >= floor[row]]
+
+    def _pack(self, probs: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids, ascending, and probabilities of flat places, both [n, width], padded with id 0 and 0.0."""
+        row = at // self.vocab_size
         counts = torch.bincount(row, minlength=len(probs))
         column = torch.arange(len(at), device=at.device) - (counts.cumsum(0) - counts)[row]
         width = int(counts.max())
