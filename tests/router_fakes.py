@@ -126,6 +126,7 @@ class FakeDecode:
         self.errors: list[HeadraceError] = []
         self.stop_after: int | None = None  # steps until `die` is called
         self.repeats_records = False
+        self.timeouts: list[float] = []
         self.skips_position: int | None = None
         self._frames: dict[str, list[TokenFrame]] = {}
         self._news = asyncio.Event()
@@ -144,6 +145,7 @@ class FakeDecode:
         is_canary = command.request_id.startswith("canary")
         if not is_canary:
             self.reserved.append(command)
+            self.timeouts.append(timeout_s)
             await self.reserve_gate.wait()
             if self.errors:
                 raise self.errors.pop(0)
@@ -297,12 +299,15 @@ class FakePrefill:
         self.running = 0
         self.cancelled = 0
         self.commits_early = False
+        self.canaries = 0
+        self.timeouts: list[float] = []
 
     async def prefill(self, command: PrefillCommand, timeout_s: float) -> AsyncIterator[PrefillEvent]:
         if not self.alive:
             raise Unavailable(f"{self.identity.address}: connection refused")
         if command.prefill_epoch != self.identity.epoch:
             raise StaleEpoch("restarted")
+        self.timeouts.append(timeout_s)
         self.running += 1
         try:
             async for event in self._events(command):
@@ -315,7 +320,9 @@ class FakePrefill:
 
     async def _events(self, command: PrefillCommand) -> AsyncIterator[PrefillEvent]:
         fault: str | HeadraceError = ""
-        if not command.request_id.startswith("canary"):
+        if command.request_id.startswith("canary"):
+            self.canaries += 1
+        else:
             self.commands.append(command)
             await self.gate.wait()
             fault = self.faults.pop(0) if self.faults else ""

@@ -224,10 +224,12 @@ class Attempt:
                         raise LegError(error, prefill=True, decode=_may_be_decode(error))
                     else:
                         self._on_committed(event, began)
-                        return
         except HeadraceError as error:
-            raise LegError(error, prefill=True) from error
-        raise LegError(Unavailable("prefill ended without committing", reason="PREFILL_STREAM_BROKEN"), prefill=True)
+            if not self._committed:
+                raise LegError(error, prefill=True) from error
+        if not self._committed:
+            error = Unavailable("prefill ended without committing", reason="PREFILL_STREAM_BROKEN")
+            raise LegError(error, prefill=True)
 
     def _on_first_tokens(self, event: FirstTokens) -> None:
         self._on_prefilled()

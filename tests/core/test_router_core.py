@@ -356,6 +356,36 @@ def test_the_one_deadline_ends_a_request_in_any_state(state):
     run(scenario)
 
 
+def test_every_leg_is_given_what_is_left_of_the_one_deadline():
+    async def scenario():
+        mesh, clock = FakeMesh(), FakeClock()
+        async with open_router(mesh, clock=clock) as router:
+            mesh.decodes[0].reserve_gate.clear()
+            mesh.prefills[0].timeouts.clear()
+            asking = asyncio.ensure_future(collect(router, command(max_tokens=5), time_left_s=7.0))
+            await wait_until(lambda: mesh.decodes[0].reserved)
+            await clock.advance(3.0)
+            mesh.decodes[0].reserve_gate.set()
+            await asking
+            assert mesh.decodes[0].timeouts == pytest.approx([7.0])
+            assert mesh.prefills[0].timeouts == pytest.approx([4.0])
+
+    run(scenario)
+
+
+def test_a_stop_string_in_the_first_token_ends_the_answer_while_prefill_still_pushes():
+    async def scenario():
+        mesh, clock = FakeMesh(), FakeClock()
+        async with open_router(mesh, clock=clock) as router:
+            mesh.prefills[0].commit_gate.clear()
+            answer = await collect(router, command(max_tokens=50, stop=("a",)))
+            assert (answer.text[0], answer.ids[0], answer.matched[0]) == ("", [97], "a")
+            assert mesh.prefills[0].cancelled == 1
+            await assert_all_is_free(mesh, router)
+
+    run(scenario)
+
+
 def test_a_full_queue_refuses_at_once_with_a_hint():
     async def scenario():
         mesh = FakeMesh()
@@ -502,6 +532,26 @@ def test_what_cannot_be_helped_by_a_retry_is_not_retried():
                 await collect(router, command(max_tokens=9))
             assert sum(len(prefill.commands) for prefill in mesh.prefills) == 1
             await assert_all_is_free(mesh, router)
+
+    run(scenario)
+
+
+def test_after_three_faults_in_a_row_a_rank_must_pass_a_canary_again():
+    async def scenario():
+        mesh = FakeMesh()
+        async with open_router(mesh, max_attempts=1) as router:
+            for faults, canaries in ((1, 1), (2, 1), (3, 2)):
+                mesh.prefills[0].faults = [Unavailable("reset")]
+                with pytest.raises(Unavailable):
+                    await collect(router, command(max_tokens=3))
+                await wait_until(lambda: all(view.ready for view in router.workers()))
+                assert mesh.prefills[0].canaries == canaries, f"after {faults} faults"
+            await collect(router, command(max_tokens=3))
+            mesh.prefills[0].faults = [Unavailable("reset")]
+            with pytest.raises(Unavailable):
+                await collect(router, command(max_tokens=3))
+            await wait_until(lambda: all(view.ready for view in router.workers()))
+            assert mesh.prefills[0].canaries == 2, "a request that went through has forgiven the faults"
 
     run(scenario)
 
