@@ -337,7 +337,9 @@ class Workers:
             for x in self._workers.values()
             if not x.is_ready
         ]
-        text = "; ".join(reasons) or "no prefill and decode rank is known"
+        known = {x.role for x in self._workers.values()}
+        reasons += [f"no {role} rank is known" for role in ("prefill", "decode") if role not in known]
+        text = "; ".join(reasons) or "those that are ready do not share a KV layout"
         return Unavailable(f"no prefill and decode pair is ready: {text}", reason="NO_WORKERS", retry_after_s=1.0)
 
     def views(self) -> tuple[WorkerView, ...]:
