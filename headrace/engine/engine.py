@@ -23,6 +23,7 @@ from headrace.engine.runner import Runner
 from headrace.engine.sampler import Sampler
 from headrace.errors import ConfigError, InvalidRequest
 from headrace.model.deepseek import Transformer
+from headrace.model.exact import exact_self_test
 from headrace.model.weights import load_transformer
 from headrace.protocol import FinishReason, FirstToken, SamplingParams
 
@@ -39,11 +40,13 @@ class EngineParts:
 
     @classmethod
     def load(cls, directory: str | Path, config: EngineConfig, *, max_context_tokens: int = 0) -> EngineParts:
-        """Opens a checkpoint. Raises CheckpointError, or ConfigError naming the setting.
+        """Opens a checkpoint; exact mode is proved on this host or refused. Raises CheckpointError, ConfigError.
 
         `max_context_tokens` 0: what the checkpoint says. Block size and exact mode follow the device when left open.
         """
         transformer = load_configured(directory, config)
+        if transformer.exact and (reason := exact_self_test(transformer)) is not None:
+            raise ConfigError(reason, field="engine.exact")
         return cls.over(transformer, config, max_context_tokens=max_context_tokens)
 
     @classmethod

@@ -6,13 +6,11 @@ through the block table: a lost, shifted or stale row changes every later token.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from headrace.cache.blocks import BlockPool
 from headrace.cache.latent import LatentPool
@@ -20,8 +18,7 @@ from headrace.config import EngineConfig
 from headrace.engine.engine import EngineParts
 from headrace.engine.runner import Runner
 from headrace.engine.sampler import Sampler
-from headrace.model.config import ModelConfig
-from headrace.model.weights import expected_mtp_tensors, expected_tensors
+from headrace.model.random_checkpoint import write_random_checkpoint
 
 VOCAB = 211
 NUM_LAYERS = 2
@@ -78,9 +75,7 @@ def toy_parts(num_blocks: int = 64, block_size: int = 4, max_context: int = 256)
 
 def random_checkpoint(directory: Path, **changes: object) -> Path:
     """A DeepSeek-V3 directory with random weights: three layers, eight experts, a vocabulary of 500."""
-    raw = {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
+    shape = {
         "vocab_size": 500,
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -93,33 +88,12 @@ def random_checkpoint(directory: Path, **changes: object) -> Path:
         "qk_rope_head_dim": 8,
         "v_head_dim": 16,
         "n_routed_experts": 8,
-        "n_shared_experts": 1,
         "num_experts_per_tok": 2,
         "n_group": 2,
         "topk_group": 1,
-        "routed_scaling_factor": 2.0,
-        "first_k_dense_replace": 1,
         "max_position_embeddings": 512,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        **changes,
     }
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(raw))
-    config = ModelConfig.load(directory)
-    generator = torch.Generator().manual_seed(7)
-    tensors = {}
-    for name, wanted in {**expected_tensors(config), **expected_mtp_tensors(config)}.items():
-        if wanted.optional and name != "lm_head.weight":
-            continue
-        noise = torch.randn(wanted.shape, generator=generator)
-        tensors[name] = (noise * 0.1 + 1.0) if len(wanted.shape) == 1 else noise * (2.0 / wanted.shape[-1]) ** 0.5
-        if name.endswith("e_score_correction_bias"):
-            tensors[name] = noise * 0.1
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
-    return directory
+    return write_random_checkpoint(directory, {**shape, **changes})
 
 
 def small_config(**changes: object) -> EngineConfig:
