@@ -46,7 +46,6 @@ async def main(start: Start) -> None:
         server, _ = await start.listen(register(router, config.router.default_deadline_s), SERVICES)
         stack.push_async_callback(server.stop, None)
         await registry.announce("router", identity, {"rank": start.rank, "model": checkpoint.name})
-        print_ready(start.service, identity)
         async with asyncio.TaskGroup() as tasks:
             telling = tasks.create_task(tell_health(router, server))
 
@@ -55,7 +54,9 @@ async def main(start: Start) -> None:
                 await registry.withdraw()
                 await router.drain(grace_s)
 
-            await rpc.serve_until_signal(server, drain, config.mesh.drain_grace_s)
+            await rpc.serve_until_signal(
+                server, drain, config.mesh.drain_grace_s, lambda: print_ready(start.service, identity)
+            )
 
 
 async def tell_health(router: Router, server: rpc.Server) -> None:
