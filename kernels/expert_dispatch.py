@@ -64,4 +64,5 @@ def _torch(ids: torch.Tensor, num_experts: int, row_multiple: int) -> Plan:
     return Plan(tokens, rows.view_as(ids), ends.to(torch.int32), num_rows)
 
 
+run = _torch
 BACKENDS = (Backend("torch", _torch), Backend("reference", reference))

@@ -31,4 +31,4 @@ def _repeat(quantised: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, 
     return quantised.to(torch.float32).mul_(wide.repeat_interleave(block[0], 0)[:rows])
 
 
-BACKENDS = (Backend("repeat", _repeat), Backend("reference", reference))
+BACKENDS = (Backend("torch", _repeat), Backend("reference", reference))

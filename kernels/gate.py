@@ -1,13 +1,13 @@
-"""Choose each token's experts: sigmoid scores, group limits, correction bias.
+"""Choose each token's experts from their logits: sigmoid scores, group limits, correction bias.
 
-x        [num_tokens, hidden]       any float dtype; logits are computed in fp32
-weight   [num_experts, hidden]      fp32
+logits   [num_tokens, num_experts]  fp32, x @ router^T; may be overwritten
 bias     [num_experts]              fp32, added for the choice only (e_score_correction_bias)
-returns  weights [num_tokens, top_k] fp32, ids [num_tokens, top_k] int64, in no promised order within a row
+returns  weights [num_tokens, top_k] fp32, ids [num_tokens, top_k] int64, best choice first
 
 Choice score = sigmoid(logit) + bias. A group scores the sum of its two best choice scores; experts outside the
-`topk_group` best groups are out. The weight is the sigmoid without bias, divided by (sum + 1e-20) when `normalise`,
-times `scaling`. Rows do not look at each other. Source: DeepSeek-V3 report 2.1.2; transformers for the epsilon.
+`topk_group` best groups are out. The weight is the sigmoid without bias, divided by (sum + 1e-20) when `norm_topk_prob`,
+times `routed_scaling_factor`. Rows do not look at each other; an exact tie goes to the lower id in `c` and `reference`.
+Source: DeepSeek-V3 report 2.1.2; transformers for the epsilon.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
+from kernels import cpu_library
 from kernels.select import Backend
+
+LANES = 8  # as in cpu.c
 
 
 class Limits(NamedTuple):
@@ -30,35 +32,28 @@ class Limits(NamedTuple):
     routed_scaling_factor: float
 
 
-def reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, limits: Limits
-) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = torch.sigmoid(x.float() @ weight.float().T)
-    weights, ids = [], []
-    size = weight.shape[0] // limits.n_group
-    for row in scores:
-        choice = (row + bias).tolist()
+def reference(logits: torch.Tensor, bias: torch.Tensor, limits: Limits) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (len(logits), limits.num_experts_per_tok)
+    weights = torch.empty(shape, device=logits.device)
+    ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
+    size = logits.shape[1] // limits.n_group
+    for token, scores in enumerate(torch.sigmoid(logits)):
+        choice = (scores + bias).tolist()
         groups = [choice[g * size : (g + 1) * size] for g in range(limits.n_group)]
-        rank = sorted(range(limits.n_group), key=lambda g: -sum(sorted(groups[g])[-2:]))[: limits.topk_group]
-        allowed = [expert for expert in range(len(choice)) if expert // size in rank]
+        kept = sorted(range(limits.n_group), key=lambda g: -sum(sorted(groups[g])[-2:]))[: limits.topk_group]
+        allowed = [expert for expert in range(len(choice)) if expert // size in kept]
         chosen = sorted(allowed, key=lambda expert: -choice[expert])[: limits.num_experts_per_tok]
-        weight_row = row[chosen]
-        if limits.norm_topk_prob:
-            weight_row = weight_row / (weight_row.sum() + 1e-20)
-        weights.append(weight_row * limits.routed_scaling_factor)
-        ids.append(torch.tensor(chosen, device=x.device))
-    shape = (len(x), limits.num_experts_per_tok)
-    if not weights:
-        return torch.empty(shape, device=x.device), torch.empty(shape, dtype=torch.int64, device=x.device)
-    return torch.stack(weights), torch.stack(ids)
+        ids[token] = torch.tensor(chosen)
+        weights[token] = scores[chosen]
+    if limits.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * limits.routed_scaling_factor, ids
 
 
-def _torch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, limits: Limits
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _torch(logits: torch.Tensor, bias: torch.Tensor, limits: Limits) -> tuple[torch.Tensor, torch.Tensor]:
     # 1 / (1 + exp(-x)) and not sigmoid: sigmoid's vector and scalar paths round differently, so a row's value would
     # depend on where a thread's share of the batch ends.
-    scores = F.linear(x.float(), weight).neg_().exp_().add_(1).reciprocal_()
+    scores = logits.neg_().exp_().add_(1).reciprocal_()
     choice = scores + bias
     if limits.topk_group < limits.n_group:
         grouped = choice.view(len(choice), limits.n_group, -1)
@@ -72,4 +67,23 @@ def _torch(
     return weights.mul_(limits.routed_scaling_factor), ids
 
 
-BACKENDS = (Backend("torch", _torch), Backend("reference", reference))
+def _c(logits: torch.Tensor, bias: torch.Tensor, limits: Limits) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, experts = logits.shape
+    if experts % LANES:
+        logits = torch.nn.functional.pad(logits, (0, -experts % LANES))
+    weights = logits.new_empty(tokens, limits.num_experts_per_tok)
+    ids = torch.empty(weights.shape, dtype=torch.int64)
+    scratch = logits.new_empty(logits.shape[1])
+    cpu_library.library().hr_gate(
+        logits.data_ptr(), logits.shape[1], tokens, experts, bias.data_ptr(), limits.n_group, limits.topk_group,
+        limits.num_experts_per_tok, limits.norm_topk_prob, limits.routed_scaling_factor,
+        weights.data_ptr(), ids.data_ptr(), scratch.data_ptr(),
+    )  # fmt: skip
+    return weights, ids
+
+
+BACKENDS = (
+    Backend("c", _c, why_not=cpu_library.why_not),
+    Backend("torch", _torch),
+    Backend("reference", reference),
+)

@@ -45,4 +45,4 @@ def _index_copy(pool: torch.Tensor, rows: torch.Tensor, store: Plan) -> None:
     pool.view(-1, pool.shape[-1]).index_copy_(0, store.slots, rows.to(pool.dtype))
 
 
-BACKENDS = (Backend("index_copy", _index_copy), Backend("reference", reference))
+BACKENDS = (Backend("torch", _index_copy), Backend("reference", reference))

@@ -1,30 +1,34 @@
 """Absorbed attention over paged rows: every sequence has the same small number of new tokens, at its end.
 
-q             [num_seqs, query_len, num_heads, row_dim]   absorbed query: latent part ++ rotated rope part
-pool          [num_blocks, block_size, row_dim]           one layer; the new tokens' rows are already in it
-block_tables  [num_seqs, max_blocks] int32                blocks in order, 0-padded
-context_lens  num_seqs integers >= query_len              rows a sequence attends to, its new ones included
-returns       [num_seqs, query_len, num_heads, latent_dim], q's dtype
+plan(block_tables, query_lens, context_lens, block_size), once for all layers of a step
+  block_tables  [num_seqs, max_blocks] int32         blocks in order, 0-padded
+  query_lens    num_seqs equal integers >= 1         new tokens of each sequence (`c`: need not be equal)
+  context_lens  num_seqs integers >= query_len       rows a sequence attends to, its new ones included
+run(q, pool, plan, scale, latent_dim)
+  q             [num_tokens, num_heads, row_dim]     absorbed query: latent part ++ rotated rope part, sequences packed
+  pool          [num_blocks, block_size, row_dim]    one layer; the new tokens' rows are already in it
+  returns       [num_tokens, num_heads, latent_dim]  q's dtype
 
 score = scale * q . row over all row_dim values; the value of a row is its first latent_dim values. Query j of a
 sequence sees its first context_len - query_len + j + 1 rows. Rows past a context are never read, so NaN there is
 harmless; no sequences give no rows. `scale` has no default: (nope + rope) ** -0.5 times YaRN's mscale squared.
 
-`plan` is made once for all layers of a step. It sorts sequences into buckets of similar length so that a long
-neighbour does not cost everyone. Source: DeepSeek-V2 report 2.1 (absorption); the folding is ours:
-
-`folded` adds up key chunks of one fixed size from left to right, each by one matrix product. A query's bits then
-depend on its own context only: not on neighbours, bucket, padding or phase (`mla_prefill` calls the same function).
+The torch back ends sort sequences into buckets of similar length so that a long neighbour does not cost everyone.
+Source: DeepSeek-V2 report 2.1 (absorption). In two back ends a query's bits depend on its own context only, not on
+neighbours, padding or phase: `c` adds up rows from left to right; `folded` adds up key chunks of one fixed size from
+left to right, each by one matrix product. `mla_prefill` has the same two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from kernels import cpu_library
 from kernels.select import Backend
 
 KEY_CHUNK = 128  # keys per folded product; part of exact mode's numbers
@@ -52,13 +56,6 @@ def slots_of(block_tables: torch.Tensor, context_lens: torch.Tensor, width: int,
     place = torch.arange(width, device=block_tables.device)[None].minimum(context_lens[:, None] - 1)
     blocks = block_tables.gather(1, place.div(block_size, rounding_mode="floor"))
     return blocks.long() * block_size + place.remainder(block_size)
-
-
-def plan(block_tables: torch.Tensor, context_lens: Sequence[int], query_len: int, block_size: int) -> list[Bucket]:
-    return [
-        _bucket(block_tables, context_lens, members, query_len, block_size)
-        for members in _group_by_length(context_lens)
-    ]
 
 
 def _group_by_length(context_lens: Sequence[int]) -> list[list[int]]:
@@ -130,43 +127,99 @@ def fused(
     return out[..., :latent_dim].view(n, query_len, num_heads, latent_dim)
 
 
-def _bucketed(attend, q, pool, buckets, scale, latent_dim):
-    out = None
-    for bucket in buckets:
-        picked = q if bucket.members is None else q[bucket.members]
-        rows = pool.view(-1, pool.shape[-1]).index_select(0, bucket.slots).to(q.dtype)
-        rows = rows.view(len(picked), bucket.width, pool.shape[-1])
-        made = attend(picked, rows, bucket.mask, bucket.seen_by_all, scale, latent_dim)
-        if bucket.members is None:
-            return made
-        out = q.new_empty(*q.shape[:-1], latent_dim) if out is None else out
-        out[bucket.members] = made
-    return q.new_empty(*q.shape[:-1], latent_dim) if out is None else out
+class Bucketed:
+    """Gathers each bucket's rows and gives them to `attend` (folded or fused)."""
+
+    def __init__(self, attend: Callable[..., torch.Tensor]):
+        self._attend = attend
+
+    def plan(
+        self, block_tables: torch.Tensor, query_lens: Sequence[int], context_lens: Sequence[int], block_size: int
+    ) -> list[Bucket]:
+        assert len(set(query_lens)) <= 1, "bucketed decode takes equal query lengths"
+        return [
+            _bucket(block_tables, context_lens, members, query_lens[0], block_size)
+            for members in _group_by_length(context_lens)
+        ]
+
+    def run(
+        self, q: torch.Tensor, pool: torch.Tensor, plan: list[Bucket], scale: float, latent_dim: int
+    ) -> torch.Tensor:
+        if not plan:
+            return q.new_empty(*q.shape[:-1], latent_dim)
+        by_sequence = q.unflatten(0, (-1, plan[0].mask.shape[1]))
+        out = q.new_empty(*by_sequence.shape[:-1], latent_dim)
+        for bucket in plan:
+            picked = by_sequence if bucket.members is None else by_sequence[bucket.members]
+            rows = pool.view(-1, pool.shape[-1]).index_select(0, bucket.slots).to(q.dtype)
+            rows = rows.view(len(picked), bucket.width, pool.shape[-1])
+            made = self._attend(picked, rows, bucket.mask, bucket.seen_by_all, scale, latent_dim)
+            if bucket.members is None:
+                return made.flatten(0, 1)
+            out[bucket.members] = made
+        return out.flatten(0, 1)
 
 
-def _folded(q: torch.Tensor, pool: torch.Tensor, buckets: list[Bucket], scale: float, latent_dim: int) -> torch.Tensor:
-    return _bucketed(folded, q, pool, buckets, scale, latent_dim)
+class PagedPlan(NamedTuple):
+    """tables [num_seqs, max_blocks] int32; starts [num_seqs + 1], contexts [num_seqs] int64; all dense, on the CPU."""
+
+    tables: torch.Tensor
+    starts: torch.Tensor
+    contexts: torch.Tensor
 
 
-def _fused(q: torch.Tensor, pool: torch.Tensor, buckets: list[Bucket], scale: float, latent_dim: int) -> torch.Tensor:
-    return _bucketed(fused, q, pool, buckets, scale, latent_dim)
+class Paged:
+    """cpu.c reads the paged rows where they are: no gather, no padding, any query lengths."""
+
+    QUERIES_AT_ONCE = 4  # of one sequence, sharing each row read
+
+    @staticmethod
+    def fits(row_dim: int, latent_dim: int) -> bool:
+        return row_dim % 8 == 0 and latent_dim % 8 == 0
+
+    def plan(
+        self, block_tables: torch.Tensor, query_lens: Sequence[int], context_lens: Sequence[int], block_size: int
+    ) -> PagedPlan:
+        starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int64)
+        contexts = torch.tensor(list(context_lens), dtype=torch.int64)
+        return PagedPlan(block_tables.to(torch.int32).contiguous(), starts, contexts)
+
+    def run(self, q: torch.Tensor, pool: torch.Tensor, plan: PagedPlan, scale: float, latent_dim: int) -> torch.Tensor:
+        tokens, heads, row_dim = q.shape
+        out = q.new_empty(tokens, heads, latent_dim)
+        failed = cpu_library.library().hr_attend(
+            q.data_ptr(), q.stride(0), heads, row_dim, latent_dim, pool.data_ptr(), pool.dtype == torch.bfloat16,
+            pool.shape[1], plan.tables.data_ptr(), plan.tables.shape[1], plan.starts.data_ptr(),
+            plan.contexts.data_ptr(), len(plan.contexts), self.QUERIES_AT_ONCE, scale, out.data_ptr(), out.stride(0),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("attention scratch")
+        return out
 
 
 def reference(
     q: torch.Tensor,
     pool: torch.Tensor,
     block_tables: torch.Tensor,
+    query_lens: Sequence[int],
     context_lens: Sequence[int],
     scale: float,
     latent_dim: int,
 ) -> torch.Tensor:
     out = q.new_zeros(*q.shape[:-1], latent_dim)
-    for seq, context_len in enumerate(context_lens):
+    token = 0
+    for seq, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
         rows = torch.cat([pool[block] for block in block_tables[seq].tolist()])[:context_len].float()
-        for j in range(q.shape[1]):
-            seen = rows[: context_len - q.shape[1] + j + 1]
-            out[seq, j] = torch.softmax(scale * q[seq, j].float() @ seen.T, -1) @ seen[:, :latent_dim]
+        for j in range(query_len):
+            seen = rows[: context_len - query_len + j + 1]
+            out[token] = torch.softmax(scale * q[token].float() @ seen.T, -1) @ seen[:, :latent_dim]
+            token += 1
     return out
 
 
-BACKENDS = (Backend("fused", _fused), Backend("folded", _folded))
+BACKENDS = (
+    Backend("c", Paged(), why_not=cpu_library.why_not),
+    Backend("torch", Bucketed(fused)),
+    Backend("folded", Bucketed(folded)),
+)

@@ -4,15 +4,12 @@ naive      expanded keys and values
   q          [num_tokens, num_heads, qk_dim]    new tokens only, sequences packed
   k, v       [num_keys, num_heads, qk_dim], [num_keys, num_heads, value_dim]    all context_len keys of each sequence
   returns    [num_tokens, num_heads, value_dim]
-absorbed   the cached rows themselves
-  q          [num_tokens, num_heads, row_dim]
-  pool       [num_blocks, block_size, row_dim]  one layer; the new tokens' rows are already in it
-  returns    [num_tokens, num_heads, latent_dim]
+absorbed   the cached rows themselves: plan(...) and run(...) as in mla_decode, for any query lengths
 
 query_lens, context_lens: one integer a sequence, context_len >= query_len >= 1; the new tokens are the last ones of
 the context, so query j sees the first context_len - query_len + j + 1 keys. `scale` has no default (see mla_decode).
-Each is the other's oracle. The absorbed form folds fixed key chunks (`mla_decode.folded`): its bits depend on one
-query's own context only. Source: DeepSeek-V2 report 2.1.
+Each is the other's oracle. The bits of the absorbed form depend on one query's own context only (see mla_decode).
+Source: DeepSeek-V2 report 2.1.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kernels import mla_decode
+from kernels import cpu_library, mla_decode
 from kernels.mla_decode import KEY_CHUNK
 from kernels.select import Backend
 
@@ -40,33 +37,36 @@ class Piece(NamedTuple):
     slots: torch.Tensor
 
 
-def plan(
-    block_tables: torch.Tensor, query_lens: Sequence[int], context_lens: Sequence[int], block_size: int
-) -> list[Piece]:
-    starts = [0, *accumulate(query_lens)]
-    pieces = []
-    for seq, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
-        width = -(-context_len // KEY_CHUNK) * KEY_CHUNK
-        length = torch.tensor([context_len], device=block_tables.device)
-        slots = mla_decode.slots_of(block_tables[seq : seq + 1], length, width, block_size)[0]
-        pieces.append(Piece(starts[seq], query_len, context_len, slots))
-    return pieces
+class FoldedPrefill:
+    """`mla_decode.folded`, a tile of queries at a time."""
 
+    def plan(
+        self, block_tables: torch.Tensor, query_lens: Sequence[int], context_lens: Sequence[int], block_size: int
+    ) -> list[Piece]:
+        starts = [0, *accumulate(query_lens)]
+        pieces = []
+        for seq, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
+            width = -(-context_len // KEY_CHUNK) * KEY_CHUNK
+            length = torch.tensor([context_len], device=block_tables.device)
+            slots = mla_decode.slots_of(block_tables[seq : seq + 1], length, width, block_size)[0]
+            pieces.append(Piece(starts[seq], query_len, context_len, slots))
+        return pieces
 
-def _folded(q: torch.Tensor, pool: torch.Tensor, pieces: list[Piece], scale: float, latent_dim: int) -> torch.Tensor:
-    out = q.new_empty(*q.shape[:-1], latent_dim)
-    flat = pool.view(-1, pool.shape[-1])
-    mask = _staircase(QUERY_TILE, q.device)
-    for piece in pieces:
-        rows = flat.index_select(0, piece.slots).to(q.dtype)[None]
-        for first in range(0, piece.query_len, QUERY_TILE):
-            count = min(QUERY_TILE, piece.query_len - first)
-            seen_by_all = piece.context_len - piece.query_len + first + 1
-            width = -(-(seen_by_all + count - 1) // KEY_CHUNK) * KEY_CHUNK
-            tile = slice(piece.start + first, piece.start + first + count)
-            tail = mask[:, :count, : width - seen_by_all]
-            out[tile] = mla_decode.folded(q[tile][None], rows[:, :width], tail, seen_by_all, scale, latent_dim)[0]
-    return out
+    def run(
+        self, q: torch.Tensor, pool: torch.Tensor, plan: list[Piece], scale: float, latent_dim: int
+    ) -> torch.Tensor:
+        out = q.new_empty(*q.shape[:-1], latent_dim)
+        mask = _staircase(QUERY_TILE, q.device)
+        for piece in plan:
+            rows = pool.view(-1, pool.shape[-1]).index_select(0, piece.slots).to(q.dtype)[None]
+            for first in range(0, piece.query_len, QUERY_TILE):
+                count = min(QUERY_TILE, piece.query_len - first)
+                seen_by_all = piece.context_len - piece.query_len + first + 1
+                width = -(-(seen_by_all + count - 1) // KEY_CHUNK) * KEY_CHUNK
+                tile = slice(piece.start + first, piece.start + first + count)
+                tail = mask[:, :count, : width - seen_by_all]
+                out[tile] = mla_decode.folded(q[tile][None], rows[:, :width], tail, seen_by_all, scale, latent_dim)[0]
+        return out
 
 
 def _staircase(size: int, device: torch.device) -> torch.Tensor:
@@ -134,5 +134,8 @@ def reference(
     return out
 
 
-NAIVE_BACKENDS = (Backend("sdpa", _sdpa), Backend("reference", reference))
-BACKENDS = (Backend("folded", _folded),)
+NAIVE_BACKENDS = (Backend("torch", _sdpa), Backend("reference", reference))
+BACKENDS = (
+    Backend("c", mla_decode.Paged(), why_not=cpu_library.why_not),
+    Backend("folded", FoldedPrefill()),
+)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels import cpu_library
 from kernels.select import Backend
 
 
@@ -29,4 +30,17 @@ def _complex(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(torch.complex(cos, sin)[:, None])
 
 
-BACKENDS = (Backend("complex", _complex), Backend("reference", reference))
+def _c(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    if x.dtype != torch.float32:
+        return reference(x, cos, sin)
+    tokens, heads, dim = x.shape
+    cpu_library.library().hr_rope(
+        x.data_ptr(), x.stride(0), x.stride(1), tokens, heads, dim, cos.data_ptr(), sin.data_ptr()
+    )
+
+
+BACKENDS = (
+    Backend("c", _c, why_not=cpu_library.why_not),
+    Backend("torch", _complex),
+    Backend("reference", reference),
+)

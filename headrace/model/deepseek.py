@@ -1,8 +1,9 @@
 """DeepSeek-V3 / R1: MLA, gate, experts, blocks, transformer. Inference only, over a paged latent pool.
 
 One forward serves a packed batch of sequences. `exact` (DESIGN section 6) makes a request's numbers depend on the
-request alone: absorbed attention with fixed key chunks in both phases, every matrix product on a multiple of 16 rows,
-fp32 throughout. Otherwise prefill is naive (expanded keys and values) and decode is absorbed.
+request alone: absorbed attention in both phases with a fixed order of additions, fp32 throughout, and either the `c` kernels,
+whose rows do not know how many they are, or torch's on a multiple of 16 rows. Otherwise prefill is naive (expanded keys
+and values) and decode is absorbed.
 
 Tensor comments: t tokens, h heads, c latent, r rope, n nope, d value, e experts.
 """
@@ -10,8 +11,8 @@ Tensor comments: t tokens, h heads, c latent, r rope, n nope, d value, e experts
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +20,12 @@ import torch.nn.functional as F
 from headrace.cache.latent import LatentPool
 from headrace.model import rope as rope_angles
 from headrace.model.config import ModelConfig
-from kernels import expert_dispatch, expert_ffn, gate, latent_store, mla_decode, mla_prefill, rms_norm, rope
-from kernels.select import choose
+from kernels import cpu_library, expert_ffn, gate, latent_store, linear, mla_decode, mla_prefill, rms_norm, rope
+from kernels.linear import Prepared
+from kernels.select import Backend, BackendUnavailable, choose
 
 INNER_NORM_EPS = 1e-6  # q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps says
-ROW_MULTIPLE = 16  # exact mode: rows of every matrix product; attention pads heads to half of it
+ROW_MULTIPLE = 16  # exact mode with torch's matrix products: rows of each; heads in absorbed attention
 MAX_UNIFORM_QUERY_LEN = 8  # decode kernels take up to this many new tokens a sequence (drafts to verify)
 
 Phase = Literal["prefill", "decode"]
@@ -59,109 +61,125 @@ class ForwardBatch:
 
 @dataclass
 class Step:
-    """What all layers of one forward share. `attend` is one of the three attention forms, planned."""
+    """What all layers of one forward share."""
 
     cos: torch.Tensor  # [t, r / 2]
     sin: torch.Tensor
     store: latent_store.Plan
     num_queries: int  # tokens that belong to a sequence; the rest is padding
-    buckets: list[mla_decode.Bucket] | None = None
-    query_len: int = 1
-    pieces: list[mla_prefill.Piece] | None = None
-    query_lens: list[int] = field(default_factory=list)
-    context_lens: list[int] = field(default_factory=list)
+    query_lens: list[int]
+    context_lens: list[int]
+    absorbed: Any = None  # the attention kernel that takes rows, None when this step is naive
+    plan: Any = None  # what that kernel planned
     context_slots: torch.Tensor | None = None  # naive, when some context is longer than its new tokens
 
 
 class Kernels:
-    """The back end of each op on this device, chosen once."""
+    """The back end of each op on this device, chosen once.
 
-    def __init__(self, device: torch.device, exact: bool):
-        def pick(module, wanted=None, backends=None):
-            return choose(backends or module.BACKENDS, device, wanted, op=module.__name__).run
+    `wanted`: "c" or "torch" for all that have it; None takes cpu.c when the model's sizes and dtype fit it.
+    `row_multiple`: what rows of every matrix product are padded to (exact mode on torch's own products; else 1).
+    """
 
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype, exact: bool, wanted: str | None):
+        misfit = _why_not_c(config, device, dtype)
+        if wanted == "c" and misfit:
+            raise BackendUnavailable(f"the CPU kernels were asked for: {misfit}")
+        self.family = wanted or ("torch" if misfit else "c")
+        self.row_multiple = ROW_MULTIPLE if exact and self.family == "torch" else 1
+        absorbed = "c" if self.family == "c" else "folded"
+
+        def pick(module, name=self.family, backends=None):
+            return choose(backends or module.BACKENDS, device, name, op=module.__name__).run
+
+        self.linear = pick(linear)
         self.norm = pick(rms_norm)
         self.rotate = pick(rope)
-        self.store = pick(latent_store)
+        self.store = pick(latent_store, "torch")
         self.gate = pick(gate)
-        self.dispatch = pick(expert_dispatch)
-        self.experts = pick(expert_ffn)
-        self.decode = pick(mla_decode, "folded" if exact else None)
-        self.prefill_absorbed = pick(mla_prefill)
-        self.prefill_naive = pick(mla_prefill, backends=mla_prefill.NAIVE_BACKENDS)
+        self.ffn = pick(expert_ffn, None if self.family == "torch" else "c", self._ffn_backends())
+        self.decode = pick(mla_decode, absorbed if exact else self.family)
+        self.prefill_absorbed = pick(mla_prefill, absorbed)
+        self.prefill_naive = pick(mla_prefill, "torch", mla_prefill.NAIVE_BACKENDS)
+
+    def _ffn_backends(self) -> tuple[Backend, ...]:
+        return tuple(b for b in expert_ffn.BACKENDS if (b.name == "c") == (self.family == "c"))
+
+
+def _why_not_c(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    if dtype != torch.float32:
+        return f"they compute in fp32, not {dtype}"
+    widths = (config.hidden_size, config.intermediate_size, config.moe_intermediate_size, config.q_lora_rank or 8)
+    if any(width % rms_norm.LANES for width in (*widths, config.kv_lora_rank, config.row_dim)):
+        return f"some size of this model is no multiple of {rms_norm.LANES}"
+    return cpu_library.why_not(device)
 
 
 @dataclass
 class Attention:
-    """Multi-head latent attention.
+    """Multi-head latent attention. Weights are as `kernels.linear.prepare` made them, kv_b as it was loaded.
 
-    qkv_a    [q_lora + c + r, hidden]    q_a_proj over kv_a_proj_with_mqa (the whole q_proj when q_lora is None)
-    q_norm   [q_lora] or None            q_b  [h * (n + r), q_lora] or None
-    kv_norm  [c]                         kv_b [h * (n + d), c]
-    out      [hidden, h * d]
+    qkv_a     [q_lora + c + r, hidden]    q_a_proj over kv_a_proj_with_mqa (the whole q_proj when q_lora is None)
+    q_norm    [q_lora] or None            q_b  [h * (n + r), q_lora] or None
+    kv_norm   [c]                         out  [hidden, h * d]
+    up_key    h x [c, n]                  up_value h x [d, c]     the two halves of kv_b_proj, for the absorbed form
+    kv_b      [h * (n + d), c]            for the naive form; None in exact mode
     """
 
     config: ModelConfig
     kernels: Kernels
-    exact: bool
-    qkv_a: torch.Tensor
+    qkv_a: Prepared
     q_norm: torch.Tensor | None
-    q_b: torch.Tensor | None
+    q_b: Prepared | None
     kv_norm: torch.Tensor
-    kv_b: torch.Tensor
-    out: torch.Tensor
+    up_key: Prepared
+    up_value: Prepared
+    kv_b: Prepared | None
+    out: Prepared
 
     def __post_init__(self) -> None:
         config = self.config
-        self.heads, self.nope, self.latent = (
-            config.num_attention_heads,
-            config.qk_nope_head_dim,
-            config.kv_lora_rank,
-        )
-        per_head = self.kv_b.view(self.heads, self.nope + config.v_head_dim, self.latent)
-        self.up_key = per_head[:, : self.nope]  # [h, n, c]
-        self.up_value = per_head[:, self.nope :].mT  # [h, c, d]
+        self.heads, self.nope, self.latent = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
+        self.padded_heads = -(-self.heads // self.kernels.row_multiple) * self.kernels.row_multiple
         self.scale = config.softmax_scale
 
     def project(self, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """[t, hidden] -> q [t, h, n + r] with its rope part rotated, rows [t, c + r]."""
-        config = self.config
-        packed = F.linear(x, self.qkv_a)
+        config, kernels = self.config, self.kernels
+        packed = kernels.linear.run(x, self.qkv_a)
         rows = packed[:, -config.row_dim :]
         q = packed[:, : -config.row_dim]
         if self.q_b is not None:
-            q = F.linear(self.kernels.norm(q, self.q_norm, INNER_NORM_EPS), self.q_b)
+            q = kernels.linear.run(kernels.norm(q, self.q_norm, INNER_NORM_EPS), self.q_b)
         q = q.view(len(x), self.heads, config.qk_head_dim)
         latent = rows[:, : self.latent]
-        latent.copy_(self.kernels.norm(latent, self.kv_norm, INNER_NORM_EPS))
-        self.kernels.rotate(rows[:, None, self.latent :], step.cos, step.sin)
-        self.kernels.rotate(q[..., self.nope :], step.cos, step.sin)
+        kernels.norm(latent, self.kv_norm, INNER_NORM_EPS, out=latent)
+        kernels.rotate(rows[:, None, self.latent :], step.cos, step.sin)
+        kernels.rotate(q[..., self.nope :], step.cos, step.sin)
         return q, rows
 
     def attend(self, q: torch.Tensor, rows: torch.Tensor, pool: torch.Tensor, step: Step) -> torch.Tensor:
         """-> [t, h * d]; tokens that belong to no sequence get zeros."""
-        if step.buckets is None and step.pieces is None:
+        if step.absorbed is None:
             return self._naive(q, rows, pool, step)
-        latent = torch.bmm(q[..., : self.nope].transpose(0, 1), self.up_key)  # [h, t, c]
-        absorbed = torch.cat((latent.transpose(0, 1), q[..., self.nope :]), -1)
-        mixed = self._absorbed(absorbed[: step.num_queries], pool, step)
-        mixed = _pad_rows(mixed[:, : self.heads], len(q))
-        return torch.bmm(mixed.transpose(0, 1), self.up_value).transpose(0, 1).reshape(len(q), -1)
-
-    def _absorbed(self, q: torch.Tensor, pool: torch.Tensor, step: Step) -> torch.Tensor:
-        if self.exact and self.heads % (ROW_MULTIPLE // 2):
-            q = F.pad(q, (0, 0, 0, -self.heads % (ROW_MULTIPLE // 2)))
-        if step.buckets is None:
-            return self.kernels.prefill_absorbed(q, pool, step.pieces, self.scale, self.latent)
-        by_sequence = q.unflatten(0, (-1, step.query_len))
-        return self.kernels.decode(by_sequence, pool, step.buckets, self.scale, self.latent).flatten(0, 1)
+        tokens = len(q)
+        absorbed = q.new_empty(tokens, self.padded_heads, self.config.row_dim)
+        if self.padded_heads > self.heads:
+            absorbed[:, self.heads :] = 0
+        self.kernels.linear.per_head(q[..., : self.nope], self.up_key, absorbed[:, : self.heads, : self.latent])
+        absorbed[:, : self.heads, self.latent :] = q[..., self.nope :]
+        mixed = step.absorbed.run(absorbed[: step.num_queries], pool, step.plan, self.scale, self.latent)
+        mixed = _pad_rows(mixed[:, : self.heads], tokens)
+        out = q.new_empty(tokens, self.heads, self.config.v_head_dim)
+        self.kernels.linear.per_head(mixed, self.up_value, out)
+        return out.flatten(1)
 
     def _naive(self, q: torch.Tensor, rows: torch.Tensor, pool: torch.Tensor, step: Step) -> torch.Tensor:
         if step.context_slots is not None:
             rows = pool.view(-1, pool.shape[-1]).index_select(0, step.context_slots).to(q.dtype)
         else:
             rows = rows[: step.num_queries]
-        expanded = F.linear(rows[:, : self.latent], self.kv_b).view(len(rows), self.heads, -1)
+        expanded = self.kernels.linear.run(rows[:, : self.latent], self.kv_b).view(len(rows), self.heads, -1)
         shared = rows[:, None, self.latent :].expand(-1, self.heads, -1)
         k = torch.cat((expanded[..., : self.nope], shared), -1)
         lens = step.query_lens, step.context_lens
@@ -176,55 +194,53 @@ def _pad_rows(x: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 @dataclass
 class DenseFfn:
-    """gate_up [2 * inner, hidden], down [hidden, inner]: an ordinary SwiGLU layer, or the shared experts."""
+    """An ordinary SwiGLU layer, or the shared experts. `weights` as `kernels.expert_ffn.prepare` made them."""
 
-    exact: bool
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    kernels: Kernels
+    weights: expert_ffn.Swiglu
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return expert_ffn.swiglu(x, self.gate_up, self.down, exact=self.exact)
+    def add_to(self, x: torch.Tensor, h: torch.Tensor) -> None:
+        """x += ffn(h), rows of `hidden`."""
+        self.kernels.ffn.run(h, self.weights, x, row_multiple=self.kernels.row_multiple)
 
 
 @dataclass
 class MoE:
     """Routed experts plus the shared ones. The two knobs bound memory and never change a result; 0 is off.
 
-    router   [e, hidden] fp32      bias [e] fp32
-    gate_up  [e, 2 * inner, hidden]      down [e, hidden, inner]
+    router [e, hidden] prepared, fp32      bias [e] fp32      weights: all experts' SwiGLU, prepared
     """
 
     kernels: Kernels
-    exact: bool
     limits: gate.Limits
-    router: torch.Tensor
+    router: Prepared
     bias: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    weights: expert_ffn.Swiglu
     shared: DenseFfn | None
     dp_chunk_tokens: int = 0
     activation_chunk_tokens: int = 0
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return _in_chunks(self._moe, x, self._whole_rows(self.dp_chunk_tokens))
+    def add_to(self, x: torch.Tensor, h: torch.Tensor) -> None:
+        """x += experts(h), in chunks of whole padding units."""
+        for part in self._chunks(len(h), self.dp_chunk_tokens):
+            weights, ids = self._choose(h[part])
+            for inner in self._chunks(len(ids), self.activation_chunk_tokens):
+                rows = slice(part.start + inner.start, part.start + inner.stop)
+                self._experts(x[rows], h[rows], weights[inner], ids[inner])
 
-    def _moe(self, x: torch.Tensor) -> torch.Tensor:
-        out = _in_chunks(self._routed, x, self._whole_rows(self.activation_chunk_tokens))
-        return out if self.shared is None else out.add_(self.shared(x))
+    def _choose(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.kernels.linear.run(h.float(), self.router)
+        return self.kernels.gate(logits, self.bias, self.limits)
 
-    def _routed(self, x: torch.Tensor) -> torch.Tensor:
-        weights, ids = self.kernels.gate(x, self.router, self.bias, self.limits)
-        plan = self.kernels.dispatch(ids, len(self.router), ROW_MULTIPLE if self.exact else 1)
-        return self.kernels.experts(x, weights, plan, self.gate_up, self.down, exact=self.exact)
+    def _experts(self, x: torch.Tensor, h: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
+        x.add_(self.kernels.ffn.routed(h, weights, ids, self.weights, row_multiple=self.kernels.row_multiple))
+        if self.shared is not None:
+            self.shared.add_to(x, h)
 
-    def _whole_rows(self, chunk_tokens: int) -> int:
-        return -(-chunk_tokens // ROW_MULTIPLE) * ROW_MULTIPLE if self.exact else chunk_tokens
-
-
-def _in_chunks(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, chunk: int) -> torch.Tensor:
-    if chunk == 0 or len(x) <= chunk:
-        return function(x)
-    return torch.cat([function(part) for part in x.split(chunk)])
+    def _chunks(self, tokens: int, chunk: int) -> list[slice]:
+        unit = self.kernels.row_multiple
+        chunk = -(-chunk // unit) * unit or max(tokens, 1)
+        return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
 
 
 @dataclass
@@ -247,8 +263,10 @@ class Block:
     def finish(
         self, x: torch.Tensor, q: torch.Tensor, rows: torch.Tensor, pool: torch.Tensor, step: Step
     ) -> torch.Tensor:
-        x = torch.addmm(x, self.attention.attend(q, rows, pool, step), self.attention.out.T)
-        return x + self.ffn(self.kernels.norm(x, self.ffn_norm, self.eps))
+        """Attend and feed forward; `x` is the residual stream, added to in place."""
+        x = self.kernels.linear.run(self.attention.attend(q, rows, pool, step), self.attention.out, add_to=x)
+        self.ffn.add_to(x, self.kernels.norm(x, self.ffn_norm, self.eps))
+        return x
 
 
 class Transformer:
@@ -268,12 +286,12 @@ class Transformer:
         embedding: torch.Tensor,
         blocks: list[Block],
         norm: torch.Tensor,
-        head: torch.Tensor,
+        head: Prepared,
         precision: list[tuple[str, str]],
         mtp_tensors: dict[str, torch.Tensor] | None = None,
     ):
         self.config, self.device, self.dtype, self.exact, self.kernels = config, device, dtype, exact, kernels
-        self.pool_dtype = torch.float32 if exact else torch.bfloat16
+        self.pool_dtype = torch.float32 if exact else torch.bfloat16  # of a LatentPool for this model
         self.embedding, self.blocks, self.norm, self.head = embedding, blocks, norm, head
         self.mtp_tensors = mtp_tensors or {}
         self._precision = precision
@@ -332,13 +350,12 @@ class Transformer:
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         count = len(hidden)
-        if self.exact:
-            hidden = _pad_rows(hidden, -(-count // ROW_MULTIPLE) * ROW_MULTIPLE)
-        logits = F.linear(self.kernels.norm(hidden, self.norm, self.config.rms_norm_eps), self.head)
-        return logits[:count].float()
+        hidden = _pad_rows(hidden, -(-count // self.kernels.row_multiple) * self.kernels.row_multiple)
+        normed = self.kernels.norm(hidden, self.norm, self.config.rms_norm_eps)
+        return self.kernels.linear.run(normed, self.head)[:count].float()
 
     def _padded(self, batch: ForwardBatch) -> ForwardBatch:
-        missing = -len(batch.token_ids) % ROW_MULTIPLE if self.exact else 0
+        missing = -len(batch.token_ids) % self.kernels.row_multiple
         if not missing:
             return batch
         return ForwardBatch(
@@ -363,12 +380,13 @@ class Transformer:
         )
         uniform = len(set(query_lens)) == 1 and query_lens[0] <= MAX_UNIFORM_QUERY_LEN
         if phase == "decode" and uniform:
-            step.query_len = query_lens[0]
-            step.buckets = mla_decode.plan(batch.block_tables, context_lens, step.query_len, pool.block_size)
+            step.absorbed = self.kernels.decode
         elif self.exact or phase == "decode":
-            step.pieces = mla_prefill.plan(batch.block_tables, query_lens, context_lens, pool.block_size)
+            step.absorbed = self.kernels.prefill_absorbed
         elif query_lens != context_lens:
             step.context_slots = _packed_context_slots(batch.block_tables, context_lens, pool.block_size)
+        if step.absorbed is not None:
+            step.plan = step.absorbed.plan(batch.block_tables, query_lens, context_lens, pool.block_size)
         return step
 
 

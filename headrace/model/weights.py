@@ -228,31 +228,37 @@ def load_transformer(
     device: str | torch.device = "cpu",
     exact: bool,
     dtype: torch.dtype | None = None,
+    kernels: str | None = None,
 ) -> Transformer:
     """Load an HF-layout DeepSeek-V3 directory.
 
-    `dtype` is that of the matrix products (None: `choose_dtype`); exact mode is fp32 whatever is asked.
-    Raises CheckpointError for a config or tensors that cannot be served.
+    `dtype` is that of the matrix products (None: `choose_dtype`); exact mode is fp32 whatever is asked. `kernels`: "c"
+    (cpu.c) or "torch", None for the first that can run. Raises CheckpointError for a config or tensors that cannot be
+    served, BackendUnavailable for kernels that cannot run here.
     """
     config = ModelConfig.load(directory)
     device = torch.device(device)
     dtype = torch.float32 if exact else dtype or choose_dtype(device, exact)
-    return _Builder(Checkpoint(directory, config), device, dtype, exact).transformer()
+    return _Builder(Checkpoint(directory, config), device, dtype, exact, kernels).transformer()
 
 
 class _Builder:
     """Reads each tensor once, onto the device, in the shape the layers want."""
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, exact: bool):
+    def __init__(
+        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, exact: bool, kernels: str | None
+    ):
         self.checkpoint, self.config = checkpoint, checkpoint.config
         self.device, self.dtype, self.exact = device, dtype, exact
-        self.kernels = Kernels(device, exact)
+        self.kernels = Kernels(self.config, device, dtype, exact, kernels)
+        self.prepare = self.kernels.linear.prepare
 
     def get(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self.checkpoint.get(name).to(device=self.device, dtype=dtype or self.dtype)
 
     def transformer(self) -> Transformer:
         embedding = self.get("model.embed_tokens.weight")
+        tied = self.config.tie_word_embeddings
         return Transformer(
             self.config,
             device=self.device,
@@ -262,7 +268,7 @@ class _Builder:
             embedding=embedding,
             blocks=[self.block(layer) for layer in range(self.config.num_hidden_layers)],
             norm=self.get("model.norm.weight"),
-            head=embedding if self.config.tie_word_embeddings else self.get("lm_head.weight"),
+            head=self.prepare(embedding if tied else self.get("lm_head.weight")),
             precision=self.precision(),
             mtp_tensors={name: self.checkpoint.raw(name) for name in self._mtp_names()},
         )
@@ -284,53 +290,55 @@ class _Builder:
         )
 
     def attention(self, prefix: str) -> Attention:
-        lora = self.config.q_lora_rank is not None
+        config, lora = self.config, self.config.q_lora_rank is not None
         first = self.get(prefix + ("q_a_proj.weight" if lora else "q_proj.weight"))
+        kv_b = self.get(prefix + "kv_b_proj.weight")
+        per_head = kv_b.view(config.num_attention_heads, -1, config.kv_lora_rank)
         return Attention(
-            self.config,
+            config,
             self.kernels,
-            self.exact,
-            qkv_a=torch.cat((first, self.get(prefix + "kv_a_proj_with_mqa.weight"))),
+            qkv_a=self.prepare(torch.cat((first, self.get(prefix + "kv_a_proj_with_mqa.weight")))),
             q_norm=self.get(prefix + "q_a_layernorm.weight") if lora else None,
-            q_b=self.get(prefix + "q_b_proj.weight") if lora else None,
+            q_b=self.prepare(self.get(prefix + "q_b_proj.weight")) if lora else None,
             kv_norm=self.get(prefix + "kv_a_layernorm.weight"),
-            kv_b=self.get(prefix + "kv_b_proj.weight"),
-            out=self.get(prefix + "o_proj.weight"),
+            up_key=self.prepare(per_head[:, : config.qk_nope_head_dim].mT),
+            up_value=self.prepare(per_head[:, config.qk_nope_head_dim :]),
+            kv_b=None if self.exact else self.prepare(kv_b),
+            out=self.prepare(self.get(prefix + "o_proj.weight")),
         )
 
     def ffn(self, prefix: str) -> DenseFfn:
         gate_up = torch.cat((self.get(prefix + "gate_proj.weight"), self.get(prefix + "up_proj.weight")))
-        return DenseFfn(self.exact, gate_up, self.get(prefix + "down_proj.weight"))
+        return DenseFfn(self.kernels, self.kernels.ffn.prepare(gate_up, self.get(prefix + "down_proj.weight")))
 
     def moe(self, prefix: str) -> MoE:
+        config = self.config
+        limits = gate.Limits(*(getattr(config, name) for name in gate.Limits._fields))
+        return MoE(
+            self.kernels,
+            limits,
+            router=self.prepare(self.get(prefix + "gate.weight", torch.float32)),
+            bias=self.get(prefix + "gate.e_score_correction_bias", torch.float32),
+            weights=self.kernels.ffn.prepare(*self.expert_weights(prefix + "experts.")),
+            shared=self.ffn(prefix + "shared_experts.") if config.n_shared_experts else None,
+        )
+
+    def expert_weights(self, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """gate_up [e, 2 * inner, hidden], down [e, hidden, inner]."""
         config = self.config
         experts, inner, hidden = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
         gate_up = torch.empty(experts, 2 * inner, hidden, dtype=self.dtype, device=self.device)
         down = torch.empty(experts, hidden, inner, dtype=self.dtype, device=self.device)
         for expert in range(experts):
-            gate_up[expert, :inner] = self.get(f"{prefix}experts.{expert}.gate_proj.weight")
-            gate_up[expert, inner:] = self.get(f"{prefix}experts.{expert}.up_proj.weight")
-            down[expert] = self.get(f"{prefix}experts.{expert}.down_proj.weight")
-        return MoE(
-            self.kernels,
-            self.exact,
-            gate.Limits(
-                config.num_experts_per_tok,
-                config.n_group,
-                config.topk_group,
-                config.norm_topk_prob,
-                config.routed_scaling_factor,
-            ),
-            router=self.get(prefix + "gate.weight", torch.float32),
-            bias=self.get(prefix + "gate.e_score_correction_bias", torch.float32),
-            gate_up=gate_up,
-            down=down,
-            shared=self.ffn(prefix + "shared_experts.") if config.n_shared_experts else None,
-        )
+            gate_up[expert, :inner] = self.get(f"{prefix}{expert}.gate_proj.weight")
+            gate_up[expert, inner:] = self.get(f"{prefix}{expert}.up_proj.weight")
+            down[expert] = self.get(f"{prefix}{expert}.down_proj.weight")
+        return gate_up, down
 
     def precision(self) -> list[tuple[str, str]]:
         stored = "fp8 128x128 on disk, " if self.config.fp8_block else ""
-        products = stored + _name(self.dtype)
+        packed = " (weights kept in bf16 where exact)" if self.kernels.family == "c" else ""
+        products = f"{stored}{_name(self.dtype)}{packed}"
         kv = _name(torch.float32 if self.exact else torch.bfloat16)
         return [
             ("embedding, head", _name(self.dtype)),
@@ -340,6 +348,7 @@ class _Builder:
             ("norm statistics", "fp32"),
             ("residual stream", _name(self.dtype)),
             ("KV rows", kv),
+            ("kernels", self.kernels.family),
         ]
 
 

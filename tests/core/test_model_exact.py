@@ -10,6 +10,7 @@ import torch
 from headrace.model.exact import exact_self_test
 from headrace.model.random_checkpoint import write_random_checkpoint
 from headrace.model.weights import load_transformer
+from kernels import cpu_library
 from kernels.mla_decode import KEY_CHUNK
 from tests.core.model_driver import Driver
 from tests.golden import cases
@@ -17,22 +18,35 @@ from tests.golden import cases
 NEIGHBOUR = "neighbour"
 
 
-@pytest.fixture(scope="module", params=["tiny_shape", *cases.CASES])
+MODELS = [("tiny_shape", "c"), ("tiny_shape", "torch"), *((case, "c") for case in cases.CASES)]
+ODD = "odd_heads_no_limits_unnormalised"
+
+
+@pytest.fixture(scope="module", params=[*MODELS, (ODD, "torch")], ids="-".join)
 def model(request, tmp_path_factory):
-    tiny = request.param == "tiny_shape"
-    config = {"num_hidden_layers": 3} if tiny else cases.config_of(request.param)
-    where = write_random_checkpoint(tmp_path_factory.mktemp(request.param), config, seed=7)
-    return load_transformer(where, exact=True)
+    name, kernels = request.param
+    if kernels == "c" and cpu_library.why_not():
+        pytest.skip(f"needs the CPU kernels: {cpu_library.why_not()}")
+    config = {"num_hidden_layers": 3} if name == "tiny_shape" else cases.config_of(name)
+    where = write_random_checkpoint(tmp_path_factory.mktemp(name), config, seed=7)
+    return load_transformer(where, exact=True, kernels=kernels)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Unless a test says otherwise: small products on two busy cores only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=[1, 2], ids=["1thread", "2threads"])
-def threads(request, model, full):
+def threads(request, one_thread, model, full):
     if request.param == 2 and model.config.hidden_size < 256 and not full:
         pytest.skip("two threads on the small configs: needs --full")
-    before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+    return request.param
 
 
 def tokens_of(model, length: int, seed: int = 1) -> list[int]:
@@ -145,6 +159,15 @@ def test_on_layer_is_called_when_that_layer_is_stored_and_the_next_is_not(model)
 
 def test_the_self_test_passes_here_and_names_what_a_broken_kernel_breaks(model, monkeypatch):
     assert exact_self_test(model) is None
-    whole = model.kernels.decode
-    monkeypatch.setattr(model.kernels, "decode", lambda *a: whole(*a) * (1 + 2**-23))
+    monkeypatch.setattr(model.kernels, "decode", Blurred(model.kernels.decode))
     assert "decode" in exact_self_test(model)
+
+
+class Blurred:
+    """A decode kernel whose last bit is wrong."""
+
+    def __init__(self, kernel):
+        self.plan, self._run = kernel.plan, kernel.run
+
+    def run(self, *arguments):
+        return self._run(*arguments) * (1 + 2**-23)

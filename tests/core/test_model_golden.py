@@ -11,6 +11,7 @@ import torch
 from headrace.model.deepseek import Transformer
 from headrace.model.random_checkpoint import write_random_checkpoint
 from headrace.model.weights import load_transformer
+from kernels import cpu_library
 from tests.core.model_driver import Driver
 from tests.golden import cases
 
@@ -28,9 +29,24 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
     }
 
 
-def load(directory: Path, exact: bool) -> Transformer:
+MODES = [(exact, kernels) for exact in (True, False) for kernels in ("c", "torch")]
+MODE_IDS = [f"{'exact' if exact else 'fast'}-{kernels}" for exact, kernels in MODES]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def load(directory: Path, mode: tuple[bool, str]) -> Transformer:
     """fp32 products and an fp32 pool in both modes: fast mode's rounding is not what is compared here."""
-    model = load_transformer(directory, exact=exact, dtype=torch.float32)
+    exact, kernels = mode
+    if kernels == "c" and cpu_library.why_not():
+        pytest.skip(f"needs the CPU kernels: {cpu_library.why_not()}")
+    model = load_transformer(directory, exact=exact, dtype=torch.float32, kernels=kernels)
     model.pool_dtype = torch.float32
     return model
 
@@ -72,20 +88,20 @@ def check_decode(model: Transformer, golden: dict[str, np.ndarray], num_tokens: 
     assert not len(wrong), f"greedy token {wrong[0]} is {ours[wrong[0]]}, reference {greedy[wrong[0]]}"
 
 
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 @pytest.mark.parametrize("case", cases.CASES)
-def test_prefill_logits_equal_transformers(case, exact, checkpoints):
+def test_prefill_logits_equal_transformers(case, mode, checkpoints):
     golden = dict(np.load(GOLDEN / f"random_{case}.npz"))
-    model = load(checkpoints[case], exact)
+    model = load(checkpoints[case], mode)
     check_prefill(model, golden)
     check_prefill_over_cached_rows(model, golden)
 
 
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 @pytest.mark.parametrize("case", cases.CASES)
-def test_decode_tokens_equal_transformers(case, exact, checkpoints, full):
+def test_decode_tokens_equal_transformers(case, mode, checkpoints, full):
     golden = dict(np.load(GOLDEN / f"random_{case}.npz"))
-    check_decode(load(checkpoints[case], exact), golden, cases.GREEDY_TOKENS if full else 96)
+    check_decode(load(checkpoints[case], mode), golden, cases.GREEDY_TOKENS if full else 96)
 
 
 @pytest.mark.parametrize("case", cases.CASES)
@@ -95,11 +111,11 @@ def test_no_random_case_hides_behind_a_near_tie(case):
     assert (golden["top_gap"] < TOP_GAP).mean() < 0.02
 
 
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
-def test_the_shipped_model_equals_transformers(exact, tiny_directory, full):
+@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+def test_the_shipped_model_equals_transformers(mode, tiny_directory, full):
     if not (GOLDEN / "tiny.npz").exists():
         pytest.skip("needs tests/golden/tiny.npz: make_golden.py --model models/tiny")
     golden = dict(np.load(GOLDEN / "tiny.npz"))
-    model = load(tiny_directory, exact)
+    model = load(tiny_directory, mode)
     check_prefill(model, golden)
     check_decode(model, golden, cases.GREEDY_TOKENS)
