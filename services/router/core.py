@@ -63,7 +63,9 @@ from services.router.workers import (
 log = logs.get(__name__)
 
 START_WAIT_S = 2.0
-"""How long a new request waits for a first ready pair of workers."""
+"""How long a new request waits for a ready pair of workers while there has never been one."""
+RESTART_WAIT_S = 15.0
+"""The same once there has been one: a rank that restarts is back within that."""
 RETRY_WAIT_S = 60.0
 """How long a request that was running waits for workers to come back, within its deadline."""
 LONG_TEXT_CHARACTERS = 2_000
@@ -336,9 +338,11 @@ class Router:
         return text
 
     async def _wait_pair(self, run: _Run) -> None:
+        """Gives up a little before the deadline, so that the client is told what was missing."""
+        wait_s = RESTART_WAIT_S if self._workers.had_pair else START_WAIT_S
         if not self._workers.has_pair.is_set():
             with contextlib.suppress(TimeoutError):
-                await wait_within(self._clock, min(START_WAIT_S, run.deadline.left_s()), self._workers.has_pair)
+                await wait_within(self._clock, min(wait_s, 0.9 * run.deadline.left_s()), self._workers.has_pair)
         if not self._workers.has_pair.is_set():
             raise self._workers.unavailable()
 

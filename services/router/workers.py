@@ -231,6 +231,8 @@ class Workers:
         self._wake = asyncio.Event()
         self.has_pair = asyncio.Event()
         """Set while some ready prefill rank and some ready decode rank share a layout."""
+        self.had_pair = False
+        """Whether there has ever been one."""
         self.no_pair = asyncio.Event()
         self.no_pair.set()
 
@@ -562,6 +564,7 @@ class Workers:
         (self.has_pair if has_pair else self.no_pair).set()
         (self.no_pair if has_pair else self.has_pair).clear()
         if has_pair:
+            self.had_pair = True
             self._on_room()
 
 

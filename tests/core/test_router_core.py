@@ -705,6 +705,32 @@ def test_without_workers_a_request_is_told_so_after_a_short_wait():
     run(scenario)
 
 
+def test_a_new_request_waits_for_a_rank_that_restarts():
+    async def scenario():
+        mesh, clock = FakeMesh(), FakeClock()
+        async with open_router(mesh, clock=clock) as router:
+            mesh.decodes[0].die()
+            mesh.relist()
+            await wait_until(lambda: not router.is_ready)
+            asking = asyncio.ensure_future(collect(router, command(max_tokens=4)))
+            await asyncio.sleep(0.01)
+            await clock.advance(8.0)
+            assert not asking.done()
+            mesh.restart("decode", 0, "d-epoch-2")
+            mesh.relist()
+            assert (await asking).ids[0] == mesh.script(0)[:4]
+            mesh.decodes[0].die()
+            mesh.relist()
+            await wait_until(lambda: not router.is_ready)
+            asking = asyncio.ensure_future(collect(router, command(max_tokens=4), time_left_s=100))
+            await asyncio.sleep(0.01)
+            await clock.advance(15.1)
+            with pytest.raises(Unavailable, match="no decode rank is known"):
+                await asking
+
+    run(scenario)
+
+
 def test_a_router_is_ready_only_when_a_canary_has_gone_through():
     async def scenario():
         mesh = FakeMesh()

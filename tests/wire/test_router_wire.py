@@ -361,7 +361,7 @@ def test_health_follows_the_canary():
                     await w.client.generate("hi", max_tokens=2, timeout_s=0.5)
                 await _wait_health(channel, False)
                 with pytest.raises(Unavailable) as caught:
-                    await w.client.generate("hi", max_tokens=2)
+                    await w.client.generate("hi", max_tokens=2, timeout_s=1.0)
                 assert caught.value.reason == "NO_WORKERS" and caught.value.retry_after_s > 0
 
     run(scenario)
