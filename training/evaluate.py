@@ -51,12 +51,14 @@ def sentences(text: str) -> list[str]:
     return [" " + part for part in found if part.endswith(".") and 8 < len(part) < 400]
 
 
-def build_recall_sets(tokenizer: Tokenizer, held_out: list[str], seed: int, count: int, processes: int):
+def build_recall_sets(
+    tokenizer: Tokenizer, held_out: list[str], seed: int, count: int, processes: int
+) -> list[RecallSet]:
     """`count` fresh cases for each context length; every style, value kind and question takes its turn."""
     pool_of_sentences = [sentences(text) for text in held_out]
-    jobs = [(tokenizer, pool_of_sentences, seed, length, index) for length in CONTEXT_LENGTHS for index in range(count)]
+    jobs = [(seed, length, index) for length in CONTEXT_LENGTHS for index in range(count)]
     with multiprocessing.get_context("fork").Pool(processes, _keep, ((tokenizer, pool_of_sentences),)) as pool:
-        cases = pool.map(_make_one, [job[2:] for job in jobs], chunksize=16)
+        cases = pool.map(_make_one, jobs, chunksize=16)
     return [_as_set(length, [c for c in cases if c[0] == length]) for length in CONTEXT_LENGTHS]
 
 
