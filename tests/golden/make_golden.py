@@ -77,10 +77,10 @@ class ExpertGaps:
 @torch.no_grad()
 def golden(model, prompt: list[int], num_greedy: int, rows: list[int]) -> dict[str, np.ndarray]:
     gaps = ExpertGaps(model)
+    model.generation_config = transformers.GenerationConfig()  # plain arg-max: no penalties a checkpoint may suggest
     ids = torch.tensor([prompt])
-    made = model.generate(
-        ids, max_new_tokens=num_greedy, min_new_tokens=num_greedy, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
+    made = model.generate(ids, max_new_tokens=num_greedy, min_new_tokens=num_greedy, do_sample=False)
+    assert made.shape[1] == len(prompt) + num_greedy
     gaps.layers.clear()
     logits = model(made).logits[0].float()
     smallest = gaps.take().cummin(0)[0]
