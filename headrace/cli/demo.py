@@ -45,7 +45,16 @@ def demo(
             console.print(f"Ready after {time.monotonic() - started:.1f} s.\n")
             with Client(mesh.router_address) as client:
                 results = [
-                    _ask(console, client, config, "A story", STORY, as_json, max_tokens=max_tokens),
+                    _ask(
+                        console,
+                        client,
+                        config,
+                        "A story",
+                        STORY,
+                        as_json,
+                        max_tokens=max_tokens,
+                        min_tokens=max_tokens // 2,
+                    ),
                     _recall(console, client, config, as_json),
                 ]
         console.print("Every process has stopped.")
