@@ -198,3 +198,17 @@ def test_what_can_never_fit_is_refused_and_a_failure_leaves_nothing_behind():
         engine.generate([[1, 2], [3]], SamplingParams(max_tokens=4), lambda *_: 1 // 0)
     assert engine.parts.blocks.ledger().free == 8
     assert len(engine.generate([[1, 2], [3]], SamplingParams(max_tokens=4))) == 2
+
+
+# --- the shipped model ---
+
+
+def test_greedy_requests_at_once_equal_one_by_one_on_the_shipped_model(tiny_directory, full):
+    count = 64 if full else 16
+    engine = Engine.load(tiny_directory, small_config(num_blocks=1024, max_batch_size=64))
+    draws = np.random.default_rng(11)
+    prompts = [draws.integers(3, 8192, length).tolist() for length in draws.integers(1, 200, count)]
+    sampling = SamplingParams(max_tokens=24, logprobs=1)
+    together = engine.generate(prompts, sampling)
+    for prompt, outputs in zip(prompts, together, strict=True):
+        assert engine.generate([prompt], sampling)[0] == outputs
