@@ -27,6 +27,7 @@ $(RUN_STAMP): requirements.txt requirements-alone.txt pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-alone.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@$(BIN)/python -m kernels.cpu_library || echo "Continuing on torch's own kernels, which are slower here."
 	@touch $@
 
 $(TEST_STAMP): $(RUN_STAMP) requirements-test.txt requirements-test-alone.txt

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import selectors
-import signal
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,8 +15,15 @@ from typing import IO, Any
 from headrace import config as settings
 from headrace import errors
 
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_BOND = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the process that started us
+if os.getppid() != int(sys.argv[1]):  # it ended before the line above
+    os._exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Runs in the child before the command replaces it. Not a `preexec_fn`: that forks under gRPC's threads, and such a child
+may never reach its command."""
 
 
 def start_child(
@@ -32,24 +38,21 @@ def start_child(
 
     Call it from the main thread: Linux ends the child when the thread that started it ends. `environment` adds to ours.
     """
-    owner = os.getpid()
-
-    def bind_to_owner() -> None:
-        if _libc is not None:
-            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != owner:  # it ended before the line above
-                os._exit(1)
-
-    return subprocess.Popen(
-        list(command),
+    words = list(command)
+    if sys.platform == "linux":
+        words[0] = shutil.which(words[0]) or words[0]
+        words = [sys.executable, "-I", "-S", "-c", _BOND, str(os.getpid()), *words]
+    child = subprocess.Popen(
+        words,
         env=settings.child_environment(environment or {}),
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
         cwd=directory,
         process_group=0,
-        preexec_fn=bind_to_owner,
     )
+    child.args = list(command)  # what messages should name
+    return child
 
 
 def stop_child(child: subprocess.Popen, grace_s: float) -> int:
