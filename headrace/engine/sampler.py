@@ -5,8 +5,8 @@ tokens masked below min_tokens -> temperature -> top-k -> top-p -> min-p -> nois
 top-p keeps the fewest of the likeliest tokens that reach it (ties by id), after renormalising what top-k left; min-p is
 relative to the likeliest token. Log-probabilities are natural logarithms of the softmax of the raw logits.
 
-Rows are computed one by one inside each operation (softmax, cumsum, amax along a row; elementwise products), which is
-what makes them independent; sums over a padded row are left to cumsum, which adds from left to right.
+Rows are computed one by one inside each operation (softmax along a row, elementwise products), which is what makes them
+independent. What chooses among the probabilities is in `choice.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import numpy as np
 import torch
 
 from headrace.engine import noise
+from headrace.engine.choice import Batched, Choice, Cuts, RowByRow, argmax
 from headrace.engine.request import finish_reason
 from headrace.engine.sampling_table import Need, SamplingTable, TokenCounts
-
-_FACTORS = (1 / 1024, 1 / 256, 1 / 64, 1 / 16, 1 / 4)
 
 __all__ = ["Need", "Sampled", "Sampler", "SamplingTable", "TokenCounts", "finish_reason"]
 
@@ -40,7 +39,7 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu"):
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self._hashes = torch.from_numpy(noise.token_hashes(vocab_size)).to(self.device)
+        self._choice: Choice = (RowByRow if self.device.type == "cpu" else Batched)(vocab_size, self.device)
 
     def sample(self, logits: torch.Tensor, table: SamplingTable, rows: np.ndarray, positions: np.ndarray) -> Sampled:
         """One token a row. logits [n, vocab] fp32, not written to; rows [n] of `table`; positions [n] in the output."""
@@ -50,7 +49,7 @@ class Sampler:
         if present & (Need.PENALTY | Need.BIAS | Need.MIN_TOKENS):
             edited = self._edit(logits, table, rows, positions, needs)
         if not present & Need.NOISE:
-            token_ids = _argmax(edited)
+            token_ids = argmax(edited)
         else:
             token_ids = self._choose(edited, table, rows, positions, needs)
         if not present & Need.LOGPROB:
@@ -103,82 +102,21 @@ class Sampler:
         noisy, cut = needs & Need.NOISE != 0, needs & Need.CUT != 0
         for places, choose in (
             (np.flatnonzero(~noisy), None),
-            (np.flatnonzero(noisy & ~cut), self._choose_from_all),
-            (np.flatnonzero(cut), self._choose_from_cut),
+            (np.flatnonzero(noisy & ~cut), self._choice.from_all),
+            (np.flatnonzero(cut), self._choice.from_cut),
         ):
             if not len(places):
                 continue
             part = logits if len(places) == len(rows) else logits[self._to_device(places)]
             if choose is None:
-                token_ids[places] = _argmax(part)
+                token_ids[places] = argmax(part)
                 continue
             chosen = rows[places]
-            keys = self._to_device(noise.position_keys(table.keys[chosen], positions[places]))[:, None]
+            keys = noise.position_keys(table.keys[chosen], positions[places])
             scaled = part / self._to_device(table.temperature[chosen])[:, None]
-            token_ids[places] = choose(scaled, keys, table, chosen)
+            cuts = Cuts(table.top_k[chosen], table.top_p[chosen], table.min_p[chosen])
+            token_ids[places] = choose(scaled, keys, cuts)
         return token_ids
-
-    def _choose_from_all(self, scaled, keys, table, rows) -> np.ndarray:
-        return _argmax(torch.softmax(scaled, -1).div_(noise.exponential(keys, self._hashes)))
-
-    def _choose_from_cut(self, scaled, keys, table, rows) -> np.ndarray:
-        """Only tokens that can survive the cuts are sorted: usually a few hundred of the vocabulary."""
-        probs = torch.softmax(scaled, -1)
-        top_k, top_p, min_p = table.top_k[rows], table.top_p[rows], table.min_p[rows]
-        best, free_p = probs.amax(-1), np.where(top_k > 0, 1.0, top_p)
-        survivors = _true_places(self._survivors(scaled, probs, best, top_k, top_p, min_p))
-        ids, likely = self._pack(probs, self._nearer(survivors, probs, best, free_p))
-        likely, order = likely.sort(dim=-1, descending=True, stable=True)
-        ids = ids.gather(1, order)
-        before = likely.double().cumsum(-1)
-        total = torch.where(self._to_device(top_k > 0), before[:, -1], 1.0)[:, None]
-        before -= likely
-        reach = self._to_device(np.where(top_p < 1, top_p, np.inf).astype(np.float64))[:, None] * total
-        keep = (before < reach) & (likely >= self._to_device(min_p)[:, None] * likely[:, :1])
-        keep[:, 0] = True
-        scores = likely / noise.exponential(keys, self._hashes[ids])
-        best = scores.masked_fill_(~keep, -1.0).argmax(-1, keepdim=True)
-        return ids.gather(1, best)[:, 0].cpu().numpy()
-
-    def _survivors(self, scaled, probs, best, top_k, top_p, min_p) -> torch.Tensor:
-        """[n, vocab] bool: every token that the cuts may keep, and few others.
-
-        A token of the top-p set has at least (1 - top_p) / vocab: it and all less likely ones together weigh more than
-        1 - top_p. After a top-k cut the other two are relative to what it left, so there only top-k counts.
-        """
-        from_top_p = self._to_device(((1.0 - top_p.astype(np.float64)) / self.vocab_size * 0.999).astype(np.float32))
-        floor = torch.maximum(from_top_p, self._to_device(min_p) * best * 0.999)
-        survivors = probs >= floor.minimum(best)[:, None]
-        for k in np.unique(top_k[top_k > 0]).tolist():
-            places = self._to_device(np.flatnonzero(top_k == k))
-            part = scaled[places]
-            survivors[places] = part >= part.topk(k, -1).values[:, -1:]
-        return survivors
-
-    def _nearer(self, at: torch.Tensor, probs: torch.Tensor, best: torch.Tensor, top_p: np.ndarray) -> torch.Tensor:
-        """Fewer of the flat places `at`: tokens within a factor of the row's best whose weight reaches top_p alone."""
-        if not (top_p < 1).any():
-            return at
-        row = at // self.vocab_size
-        likely = probs.view(-1)[at]
-        relative, floor = likely / best[row], torch.zeros_like(best)
-        enough = self._to_device(np.where(top_p < 1, top_p * 1.00001, np.inf))
-        for factor in _FACTORS:
-            weight = torch.bincount(row, likely.masked_fill(relative < factor, 0.0).double(), minlength=len(best))
-            floor[weight >= enough] = factor
-        return at[relative >= floor[row]]
-
-    def _pack(self, probs: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids, ascending, and probabilities of flat places, both [n, width], padded with id 0 and 0.0."""
-        row = at // self.vocab_size
-        counts = torch.bincount(row, minlength=len(probs))
-        column = torch.arange(len(at), device=at.device) - (counts.cumsum(0) - counts)[row]
-        width = int(counts.max())
-        ids = torch.zeros(len(probs), width, dtype=torch.int64, device=probs.device)
-        likely = torch.zeros(len(probs), width, dtype=probs.dtype, device=probs.device)
-        ids[row, column] = at - row * self.vocab_size
-        likely[row, column] = probs.view(-1)[at]
-        return ids, likely
 
     # --- what reports ---
 
@@ -201,17 +139,3 @@ class Sampler:
 
 def _places(needs: np.ndarray, need: Need) -> np.ndarray:
     return np.flatnonzero(needs & need)
-
-
-def _argmax(values: torch.Tensor) -> np.ndarray:
-    """[n] int64, the first of equals. On CPUs numpy's is several times faster than torch's."""
-    if values.device.type == "cpu":
-        return values.numpy().argmax(-1)
-    return values.argmax(-1).cpu().numpy()
-
-
-def _true_places(mask: torch.Tensor) -> torch.Tensor:
-    """Flat indices of True, ascending."""
-    if mask.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(mask.numpy()))
-    return mask.view(-1).nonzero()[:, 0]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from headrace.engine import noise
+from headrace.engine.choice import Batched, Cuts, RowByRow
 from headrace.engine.request import finish_reason
 from headrace.engine.sampler import Sampled, Sampler
 from headrace.engine.sampling_table import Need, SamplingTable, TokenCounts
@@ -123,6 +124,27 @@ def test_tokens_are_drawn_from_the_documented_distribution(params, full):
     square = ((found - expected)[common] ** 2 / expected[common]).sum()
     freedom = common.sum() - 1
     assert square < freedom + 6 * math.sqrt(2 * freedom), (square, freedom)
+
+
+@pytest.mark.parametrize("vocab", [40, VOCAB, 8192])
+def test_row_by_row_and_batched_choices_are_the_same(vocab):
+    draws = np.random.default_rng(vocab)
+    count = 120
+    scaled = torch.from_numpy(draws.normal(0, 1, (count, vocab)).astype(np.float32) * draws.uniform(0.1, 5, (count, 1)))
+    scaled = scaled.float()
+    scaled[:20] = scaled[:20].round()  # many ties
+    cuts = Cuts(
+        draws.choice([0, 0, 1, 5, vocab // 2], count),
+        draws.choice([1.0, 0.9, 0.5, 0.999, 0.01], count).astype(np.float32),
+        draws.choice([0.0, 0.0, 0.05, 0.5], count).astype(np.float32),
+    )
+    keys = noise.position_keys(noise.sample_keys(np.arange(count), np.zeros(count, np.int64)), np.arange(count))
+    expected = Batched(vocab).from_cut(scaled, keys, cuts)
+    assert RowByRow(vocab).from_cut(scaled, keys, cuts).tolist() == expected.tolist()
+    for row in range(0, count, 7):
+        part = slice(row, row + 1)
+        alone = Batched(vocab).from_cut(scaled[part], keys[part], Cuts(*(column[part] for column in cuts)))
+        assert alone[0] == expected[row]
 
 
 def test_greedy_with_penalties_and_bias_follows_the_plain_rule():
