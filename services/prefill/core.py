@@ -141,7 +141,7 @@ class Prefiller:
             finally:
                 for leg in list(core._running):
                     leg.fail(Unavailable("this prefill rank stops"))
-                    core._batcher.cancel(_key(leg.command))
+                    core._batcher.cancel(leg.key)
 
     # --- the rpcs ------------------------------------------------------------------------------------------------------
 
@@ -229,12 +229,13 @@ class Prefiller:
             self._legs[leg.command.reservation.reservation_id] = leg
 
     async def _run(self, leg: Leg, parent: str) -> AsyncIterator[PrefillEvent]:
-        cached = await self._take_blocks(leg)
-        job, tokens_ready = self._job(leg, cached)
-        self._batcher.add(job)
         async with contextlib.AsyncExitStack() as stack:
             if leg.command.reservation is not None:
                 stack.enter_context(_cancelling(self._tasks.create_task(self._keep_renewed(leg))))
+            cached = await self._take_blocks(leg)
+            job, tokens_ready = self._job(leg, cached)
+            leg.was_queued = True
+            self._batcher.add(job)
             tokens = await tokens_ready
             self._report.forward(leg, parent, cached)
             computed = sum(len(s.token_ids) - s.first_computed for s in job.sequences)
@@ -290,8 +291,8 @@ class Prefiller:
             leg.times.started = time.time()
             fault = self._fault("prefill.forward", command)
             if fault is not None and fault.kind == "fail":
-                on_error(InternalError("fault injection: forward fails", reason="FAULT_INJECTED", retryable=True))
-            elif fault is not None:
+                raise InternalError("fault injection: forward fails", reason="FAULT_INJECTED", retryable=True)
+            if fault is not None:
                 time.sleep(fault.seconds)
 
         def on_layer(layer: int) -> None:
@@ -309,7 +310,7 @@ class Prefiller:
 
         sequences = sequences_of(command, leg.sequence_blocks, cached, self._pool.block_size)
         job = PrefillJob(
-            key=_key(command),
+            key=leg.key,
             sequences=sequences,
             sampling=command.sampling,
             sample_indices=command.sample_indices,
@@ -357,7 +358,10 @@ class Prefiller:
             ),
             prompt_token_ids=command.prompt_token_ids,
         )
-        await self._decode(reservation.decode.address).commit(commit, self._config.expiry_margin_s)
+        try:
+            await self._decode(reservation.decode.address).commit(commit, self._config.expiry_margin_s)
+        except (Cancelled, DeadlineExceeded) as error:  # of this call, not of the request: decode is silent or stops
+            raise Unavailable(f"decode did not answer Commit: {error.reason}", reason="COMMIT_UNANSWERED") from error
         leg.times.committed = time.time()
 
     async def _keep_renewed(self, leg: Leg) -> None:
@@ -380,8 +384,8 @@ class Prefiller:
 
     async def _retire(self, leg: Leg) -> None:
         """Gives the leg's blocks back once the engine and the transfer thread are done with them."""
-        if leg.sequence_blocks and not leg.computed.is_set():
-            if self._batcher.cancel(_key(leg.command)):
+        if leg.was_queued and not leg.computed.is_set():
+            if self._batcher.cancel(leg.key):
                 leg.computed.set()
             await leg.computed.wait()
         while leg.is_writing:
@@ -444,8 +448,5 @@ def _settle_error(future: asyncio.Future, error: BaseException) -> None:
     if isinstance(error, HeadraceError):
         future.set_exception(error)
     else:
-        future.set_exception(InternalError(f"forward failed: {type(error).__name__}: {error}"))
-
-
-def _key(command: PrefillCommand) -> str:
-    return f"{command.request_id}/{command.attempt}"
+        text = f"forward failed: {type(error).__name__}: {error}"
+        future.set_exception(InternalError(text, reason="FORWARD_FAILED", retryable=True))

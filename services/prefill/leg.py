@@ -7,6 +7,7 @@ the transfer thread alone writes. `may_write` and `end_write` are the gate betwe
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 import time
 from dataclasses import dataclass, field
@@ -33,6 +34,10 @@ class Leg:
 
     def __init__(self, command: PrefillCommand, clock: Clock, num_layers: int):
         self.command = command
+        self.key = f"{command.request_id}/{command.attempt}/{secrets.token_hex(4)}"
+        """Names its job in the batcher; a caller that repeats an attempt cannot reach another leg's."""
+        self.was_queued = False
+        """The engine knows of it: its blocks are free of the engine once `computed` is set."""
         self.times = StageClock()
         self.sequence_blocks: list[tuple[int, ...]] = []
         self.held_blocks: tuple[int, ...] = ()

@@ -79,7 +79,9 @@ class Publisher:
             log.debug("catalogue unreachable", extra={"fields": {"reason": error.reason}})
             return
         for key in new:
-            self._new.pop(key, None)
-            self._held[key] = None
+            if self._new.pop(key, 0) is None:
+                self._held[key] = None
+            else:  # evicted while the call was under way: the catalogue has it all the same
+                self._gone[key] = None
         for key in gone:
             self._gone.pop(key, None)

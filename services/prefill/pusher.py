@@ -1,7 +1,7 @@
 """The one thread that writes into decode ranks: layer by layer, behind the forward that fills them.
 
 The engine thread posts (leg, layer) when that layer's rows stand in the pool; this thread computes the checksum, asks the
-leg's gate, and pushes. A bounded number of layers may wait; the engine never blocks on it.
+leg's gate, and pushes. The engine never blocks on it; what may wait is bounded by the prompts that hold blocks, a layer each.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Pusher:
                 leg.fail(error)
             except Exception as error:
                 log.exception("push failed unexpectedly")
-                leg.fail(InternalError(f"push: {type(error).__name__}"))
+                leg.fail(InternalError(f"push: {type(error).__name__}", reason="PUSH_FAILED", retryable=True))
 
     def _push(self, leg: Leg, layer: int) -> None:
         if leg.times.push_started is None:

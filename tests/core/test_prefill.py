@@ -12,6 +12,8 @@ from headrace.cache.blocks import BlockPool
 from headrace.clock import FakeClock
 from headrace.config import PrefillConfig
 from headrace.errors import (
+    Cancelled,
+    DeadlineExceeded,
     InvalidRequest,
     LayoutMismatch,
     ManifestMismatch,
@@ -38,7 +40,9 @@ from headrace.protocol import (
     WorkerInfo,
 )
 from headrace.transfer.base import FAILED
+from services.prefill import publish
 from services.prefill.core import Prefiller
+from services.prefill.publish import FLUSH_EVERY_S
 from services.prefill.pusher import Pusher
 
 LAYERS, BLOCK, BLOCKS = 2, 4, 32
@@ -504,4 +508,102 @@ def test_faults_on_the_push_do_what_they_say(rule, pushed_layers, flips):
             assert bench.rows.flipped == flips
             await bench.settled(core)
 
+    asyncio.run(scenario())
+
+
+def test_a_repeated_attempt_does_not_reach_the_first_ones_job():
+    async def scenario():
+        bench = Bench(prefix_cache=False)
+        async with bench.open() as core:
+            first = asyncio.create_task(collect(core, command(6, reservation=False)))
+            second = asyncio.create_task(collect(core, command(6, reservation=False)))
+            while len(bench.batcher.jobs) < 2:
+                await asyncio.sleep(0.005)
+            running = bench.batcher.jobs.pop(0)
+            running.on_start()
+            first.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await first
+            assert core.ledger().blocks.running == 4, "one computes, one waits: both hold their two blocks"
+            running.on_error(asyncio.CancelledError())
+            bench.batcher.run()
+            assert isinstance((await asyncio.wait_for(second, 5))[-1], Committed)
+            await bench.settled(core)
+
+    asyncio.run(scenario())
+
+
+def test_a_reservation_is_renewed_while_its_prompt_waits_for_blocks():
+    async def scenario():
+        bench = Bench(prefix_cache=False)
+        async with bench.open() as core:
+            first = asyncio.create_task(collect(core, command(90, reservation=False)))
+            second = asyncio.create_task(collect(core, command(60, attempt=2)))
+            await asyncio.sleep(0.05)
+            for renewals in (1, 2, 3):
+                assert (len(bench.batcher.jobs), bench.decode.renewals) == (1, renewals)
+                await bench.clock.advance(bench.config.renew_every_s)
+            bench.batcher.run()
+            await first
+            await run_job(bench)
+            assert isinstance((await asyncio.wait_for(second, 5))[-1], Committed)
+            await bench.settled(core)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [DeadlineExceeded("late"), Cancelled("gone")])
+def test_a_decode_rank_that_is_silent_at_commit_costs_the_attempt_and_not_the_request(error):
+    async def scenario():
+        bench = Bench(prefix_cache=False)
+        bench.decode.errors = [error]
+        async with bench.open() as core:
+            events, _ = await attempt(bench, core, command(6))
+            assert (events[-1].reason, events[-1].retryable) == ("COMMIT_UNANSWERED", True)
+            await bench.settled(core)
+
+    asyncio.run(scenario())
+
+
+def test_a_forward_that_failed_may_be_tried_elsewhere():
+    async def scenario():
+        bench = Bench(prefix_cache=False)
+        async with bench.open() as core:
+            task = asyncio.create_task(collect(core, command(6)))
+            while not bench.batcher.jobs:
+                await asyncio.sleep(0.005)
+            bench.batcher.jobs.pop(0).on_error(RuntimeError("out of memory"))
+            events = await asyncio.wait_for(task, 5)
+            assert (events[-1].reason, events[-1].retryable) == ("FORWARD_FAILED", True)
+            await bench.settled(core)
+
+    asyncio.run(scenario())
+
+
+def test_a_block_evicted_while_it_is_being_published_is_withdrawn():
+    class Catalogue:
+        """Evicts in the middle of the first Publish; keeps what it was told."""
+
+        def __init__(self):
+            self.known = set()
+
+        async def publish(self, worker, keys, ttl_s, timeout_s):
+            if "b" in keys:
+                publisher.withdraw(["b"])
+            self.known |= set(keys)
+
+        async def withdraw(self, worker, keys, timeout_s):
+            self.known -= set(keys)
+
+    async def scenario():
+        publisher.publish(["a", "b"])
+        running = asyncio.create_task(publisher.run())
+        for _ in range(60):  # past several refreshes
+            await asyncio.sleep(0)
+            await clock.advance(FLUSH_EVERY_S)
+        running.cancel()
+        assert catalogue.known == {"a"}
+
+    clock, catalogue = FakeClock(), Catalogue()
+    publisher = publish.Publisher(ME, lambda: catalogue, clock, ttl_s=6.0)
     asyncio.run(scenario())
