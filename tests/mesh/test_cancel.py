@@ -146,6 +146,24 @@ async def cancel_group(mesh, client, state: State, group: int) -> None:
         await asyncio.gather(*(one.cancel() for one in (*asked, *blockers)))
 
 
+@pytest.mark.parametrize("which", ["mesh", "aggregated"])
+def test_cancels_at_random_moments_free_everything(request, same, full, which):
+    running, draw = request.getfixturevalue(which), random.Random(3)
+
+    async def one(client, index: int) -> None:
+        asked = Asked(client, ids(1 + index * 7 % 90, index), max_tokens=30, n=1 + index % 2, seed=1, temperature=1.0)
+        await asyncio.sleep(draw.uniform(0.0, 0.4))
+        await asked.cancel()
+
+    async def scenario():
+        async with running.client() as client:
+            await asyncio.gather(*(one(client, index) for index in range(200 if full else 40)))
+        await running.wait_idle(2.0)
+
+    asyncio.run(scenario())
+    same("Once upon a time", max_tokens=8, **GREEDY)
+
+
 def test_many_cancelled_at_once_are_gone_without_any_traffic(mesh, same, full):
     count, idle_s = (300, 10.0) if full else (100, 2.0)
 
