@@ -414,30 +414,48 @@ def _end_to_pb(value: p.SampleEnd) -> decode_pb2.SampleEnd:
 
 
 def frame_from_pb(message: decode_pb2.StreamTokensResponse) -> p.TokenFrame:
-    """A frame from its columns."""
+    """A frame from its columns. Columns whose lengths do not fit together are refused."""
+    try:
+        records = _records_from_pb(message)
+    except (ValueError, RuntimeError) as error:  # RuntimeError: a column ended early
+        raise InvalidRequest(f"columns of frame {message.frame_number} do not fit together", field="columns") from error
+    ends = tuple(
+        p.SampleEnd(
+            end.handle,
+            end.sample_index,
+            _finish_reason(end.finish_reason),
+            end.error_reason,
+            _stages_from_pb(end.stages),
+        )
+        for end in message.ends
+    )
+    return p.TokenFrame(message.frame_number, records, ends)
+
+
+def _records_from_pb(message: decode_pb2.StreamTokensResponse) -> tuple[p.TokenRecord, ...]:
     handles = np.frombuffer(message.handles, "<i8").tolist()
     samples = np.frombuffer(message.sample_indices, "<i4").tolist()
     firsts = np.frombuffer(message.first_positions, "<i4").tolist()
     counts = np.frombuffer(message.token_counts, "<i4").tolist()
     ids = np.frombuffer(message.token_ids, "<i4").tolist()
     top_counts = np.frombuffer(message.top_counts, "<i4").tolist() or [-1] * len(handles)
+    if sum(counts) != len(ids) or min(counts, default=0) < 0:
+        raise ValueError(f"{counts} tokens a record, {len(ids)} in all")
     take = _LogprobReader(message)
     records, offset = [], 0
     for handle, sample, first, count, top_count in zip(handles, samples, firsts, counts, top_counts, strict=True):
         logprobs, top = take(count, top_count)
         records.append(p.TokenRecord(handle, sample, first, tuple(ids[offset : offset + count]), logprobs, top))
         offset += count
-    ends = tuple(
-        p.SampleEnd(
-            end.handle,
-            end.sample_index,
-            p.FinishReason(end.finish_reason),
-            end.error_reason,
-            _stages_from_pb(end.stages),
-        )
-        for end in message.ends
-    )
-    return p.TokenFrame(message.frame_number, tuple(records), ends)
+    take.check_end()
+    return tuple(records)
+
+
+def _finish_reason(value: int) -> p.FinishReason:
+    try:
+        return p.FinishReason(value)
+    except ValueError as error:
+        raise InvalidRequest(f"finish_reason: {value} is unknown here", field="finish_reason") from error
 
 
 class _LogprobReader:
@@ -451,9 +469,14 @@ class _LogprobReader:
     def __call__(self, count: int, top_count: int):
         if top_count < 0:
             return None, ()
-        logprobs = tuple(next(self._logprobs) for _ in range(count))
+        logprobs = tuple(next(self._logprobs) for _ in range(count))  # RuntimeError when the column ends early
         top = tuple(tuple(next(self._top) for _ in range(top_count)) for _ in range(count))
         return logprobs, top
+
+    def check_end(self) -> None:
+        """Raises ValueError when something is left in a column."""
+        if next(self._logprobs, None) is not None or next(self._top, None) is not None:
+            raise ValueError("log-probabilities of no record")
 
 
 def decode_ledger_to_pb(value: p.DecodeLedger) -> decode_pb2.GetDecodeLedgerResponse:
@@ -539,13 +562,14 @@ def _first_token_to_pb(value: p.FirstToken) -> prefill_pb2.FirstToken:
 
 
 def _first_token_from_pb(message: prefill_pb2.FirstToken) -> p.FirstToken:
+    _need(len(message.top_token_ids) == len(message.top_logprobs), "top_logprobs")
     return p.FirstToken(
         sample_index=message.sample_index,
         position=message.position,
         token_id=message.token_id,
         logprob=message.logprob,
-        top=tuple(zip(message.top_token_ids, message.top_logprobs, strict=True)),
-        finish_reason=p.FinishReason(message.finish_reason),
+        top=tuple(zip(message.top_token_ids, message.top_logprobs, strict=False)),
+        finish_reason=_finish_reason(message.finish_reason),
     )
 
 
@@ -671,7 +695,7 @@ def _delta_from_pb(message: inference_pb2.SampleDelta) -> p.SampleDelta:
             p.TokenLogprob(x.token_id, x.logprob, tuple((top.token_id, top.logprob) for top in x.top))
             for x in message.logprobs
         ),
-        finish_reason=p.FinishReason(message.finish_reason),
+        finish_reason=_finish_reason(message.finish_reason),
         matched_stop=message.matched_stop,
     )
 

@@ -109,6 +109,7 @@ class Quarantine:
                 await self._clock.wait(FENCE_RETRY_S)
         self.generation += 1
         self.is_fencing = False
+        self._silent_until.clear()  # all of an earlier generation: their silence asks for no second fence
         over, self._fenced = self._fenced, asyncio.Event()
         over.set()
         telemetry.counter("headrace.decode.fences").add(1)

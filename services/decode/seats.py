@@ -7,6 +7,7 @@ and copied into the others' at commit; once tokens were delivered the sequences 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -31,8 +32,9 @@ class SeatPlan:
 def plan_seats(command: ReserveCommand, block_size: int, max_context_tokens: int) -> SeatPlan:
     """Room for prompt + max_tokens of each sample, or up to the context limit where the engine stops.
 
-    Raises InvalidRequest for a prompt that no context can hold.
+    Raises InvalidRequest for a prompt that no context can hold, and for samples and counts that mean nothing.
     """
+    _check_samples(command)
     prompt, written = command.prompt_tokens, command.prompt_tokens + max(command.delivered_counts)
     if written > max_context_tokens:
         raise InvalidRequest(
@@ -43,6 +45,16 @@ def plan_seats(command: ReserveCommand, block_size: int, max_context_tokens: int
     rows = max(written, min(prompt + command.sampling.max_tokens, max_context_tokens))
     shared = prompt // block_size
     return SeatPlan(command, block_size, shared, -(-rows // block_size) - shared)
+
+
+def _check_samples(command: ReserveCommand) -> None:
+    indices = command.sample_indices
+    if indices[0] < 0 or any(a >= b for a, b in itertools.pairwise(indices)):
+        raise InvalidRequest(f"sample_indices: {indices} must ascend from 0 or above", field="sample_indices")
+    if min(command.delivered_counts) < 0:
+        raise InvalidRequest("delivered_token_counts: must be 0 or more", field="delivered_token_counts")
+    if command.sampling.max_tokens < 1:
+        raise InvalidRequest("sampling.max_tokens: a decode leg needs at least 1", field="sampling.max_tokens")
 
 
 class Seats:

@@ -53,7 +53,7 @@ from headrace.protocol import (
 from services.prefill.leg import Leg
 from services.prefill.report import Report, stages_of
 from services.prefill.room import Room
-from services.prefill.sequences import blocks_for, blocks_needed, sequence_lengths, sequences_of
+from services.prefill.sequences import blocks_for, blocks_needed, check_command, sequence_lengths, sequences_of
 
 log = logging.getLogger(__name__)
 
@@ -199,6 +199,7 @@ class Prefiller:
             raise Unavailable("this prefill rank drains", reason="DRAINING")
         if command.prefill_epoch and command.prefill_epoch != self.info.identity.epoch:
             raise StaleEpoch("this prefill process is not the one that was meant")
+        check_command(command)
         length = len(command.prompt_token_ids) + max((len(x) for x in command.delivered.values()), default=0)
         if length > self.info.max_context_tokens:
             raise InvalidRequest(

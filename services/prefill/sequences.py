@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.engine.request import PrefillSequence
+from headrace.errors import InvalidRequest
 from headrace.protocol import PrefillCommand
 
 
@@ -25,6 +26,19 @@ def blocks_needed(command: PrefillCommand, lengths: Sequence[int], size: int) ->
     """Blocks of a whole attempt; further sequences share the full prompt blocks of the first."""
     shared = len(command.prompt_token_ids) // size
     return blocks_for(lengths[0], size) + sum(blocks_for(length, size) - shared for length in lengths[1:])
+
+
+def check_command(command: PrefillCommand) -> None:
+    """Raises InvalidRequest, naming the field, for samples and ids that mean nothing."""
+    samples = command.sample_indices
+    if min(samples) < 0 or len(set(samples)) != len(samples):
+        raise InvalidRequest(f"sample_indices: {samples} must be distinct, 0 or above", field="sample_indices")
+    if not set(command.delivered) <= set(samples):
+        raise InvalidRequest("delivered: a sample that is not in sample_indices", field="delivered")
+    if min(command.prompt_token_ids) < 0:
+        raise InvalidRequest("prompt_token_ids: a negative id", field="prompt_token_ids")
+    if any(min(ids, default=0) < 0 for ids in command.delivered.values()):
+        raise InvalidRequest("delivered.token_ids: a negative id", field="delivered.token_ids")
 
 
 def sequences_of(

@@ -155,6 +155,22 @@ async def test_what_can_never_fit_is_refused_at_once_with_the_numbers():
 
 
 @run
+async def test_samples_and_counts_that_mean_nothing_are_refused_and_hold_nothing():
+    async with decode_rank() as rank:
+        good = rank.command()
+        for field, changes in (
+            ("sample_indices", dict(sample_indices=(0, 0), delivered_counts=(0, 0))),
+            ("sample_indices", dict(sample_indices=(-1,))),
+            ("delivered_token_counts", dict(delivered_counts=(-100,))),
+            ("sampling.max_tokens", dict(sampling=p.SamplingParams(max_tokens=-50))),
+        ):
+            with pytest.raises(errors.InvalidRequest) as caught:
+                await rank.reserve(dataclasses.replace(good, **changes))
+            assert caught.value.field == field
+        await rank.all_free()
+
+
+@run
 async def test_a_full_queue_refuses_one_more():
     async with decode_rank(num_blocks=3, max_waiting_requests=2) as rank:
         await rank.reserve(rank.command("a"))

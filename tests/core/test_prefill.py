@@ -463,6 +463,10 @@ def test_what_cannot_be_is_refused_before_anything_is_held():
                 (command(prefill_epoch="old"), StaleEpoch),
                 (command(101), InvalidRequest),
                 (command(reservation=bad), LayoutMismatch),
+                (command(samples=(0, 0)), InvalidRequest),
+                (command(samples=(-1,)), InvalidRequest),
+                (command(delivered={3: (1,)}), InvalidRequest),
+                (command(prompt_token_ids=(1, -2)), InvalidRequest),
             ):
                 with pytest.raises(error):
                     await collect(core, order)

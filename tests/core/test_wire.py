@@ -214,6 +214,23 @@ def test_packed_ids_are_little_endian_int32(ids):
     assert wire.unpack_ids(data, "ids") == tuple(ids)
 
 
+def frame(**columns) -> decode_pb2.StreamTokensResponse:
+    """One record of two tokens, with some columns replaced."""
+    whole = dict(
+        handles=bytes(8),
+        sample_indices=bytes(4),
+        first_positions=bytes(4),
+        token_counts=wire.pack_ids([2]),
+        token_ids=bytes(8),
+    )
+    return decode_pb2.StreamTokensResponse(**(whole | columns))
+
+
+def first_token(**fields) -> prefill_pb2.PrefillResponse:
+    """A prefill's first tokens: one, with these fields."""
+    return prefill_pb2.PrefillResponse(first_tokens=prefill_pb2.FirstTokens(tokens=[prefill_pb2.FirstToken(**fields)]))
+
+
 @pytest.mark.parametrize(
     ("call", "field"),
     [
@@ -233,6 +250,16 @@ def test_packed_ids_are_little_endian_int32(ids):
         (lambda: wire.commit_from_pb(decode_pb2.CommitRequest(reservation_id="r")), "samples"),
         (lambda: wire.prefill_from_pb(prefill_pb2.PrefillRequest(request_id="r", attempt=1)), "prompt_token_ids"),
         (lambda: wire.prefill_event_from_pb(prefill_pb2.PrefillResponse()), "event"),
+        (lambda: wire.prefill_event_from_pb(first_token(top_token_ids=[1, 2], top_logprobs=[-0.5])), "top_logprobs"),
+        (lambda: wire.prefill_event_from_pb(first_token(finish_reason=99)), "finish_reason"),
+        (lambda: wire.frame_from_pb(frame(ends=[decode_pb2.SampleEnd(finish_reason=99)])), "finish_reason"),
+        (lambda: wire.frame_from_pb(frame(token_ids=b"")), "columns"),
+        (lambda: wire.frame_from_pb(frame(token_ids=b"123")), "columns"),
+        (lambda: wire.frame_from_pb(frame(handles=bytes(16))), "columns"),
+        (lambda: wire.frame_from_pb(frame(token_counts=wire.pack_ids([-1]), token_ids=b"")), "columns"),
+        (lambda: wire.frame_from_pb(frame(top_counts=wire.pack_ids([0]))), "columns"),
+        (lambda: wire.frame_from_pb(frame(top_counts=wire.pack_ids([1]), logprobs=bytes(8))), "columns"),
+        (lambda: wire.frame_from_pb(frame(top_token_ids=bytes(4))), "columns"),
     ],
 )
 def test_a_message_that_means_nothing_is_refused_by_field(call, field):
