@@ -117,12 +117,29 @@ INLINE vec exp_vec(vec x) {
 TILE(tile_f32, float, load)
 TILE(tile_bf16, uint16_t, load_bf16)
 
-/* Rows m0..m1 against panels p0..p1. Panels outside, rows inside: a panel stays in L1 while the block's rows pass. */
+/* A buffer of this thread that only grows; NULL when memory ran out. */
+static float *panel_buffer(i64 floats) {
+    static _Thread_local float *buffer;
+    static _Thread_local i64 size;
+    if (floats > size) {
+        free(buffer);
+        buffer = aligned_alloc(64, (size_t)(floats * sizeof(float) + 63) / 64 * 64);
+        size = buffer ? floats : 0;
+    }
+    return buffer;
+}
+
+/* Rows m0..m1 against panels p0..p1. Panels outside, rows inside: a panel stays in L1 while the block's rows pass, and
+ * a bf16 panel that serves several tiles is widened once. */
 static void product(const float *x, i64 x_stride, const void *w, int bf16, i64 k_size, float *y, i64 y_stride,
                     i64 n_size, i64 m0, i64 m1, i64 p0, i64 p1, int add) {
     i64 tiles = (m1 - m0 + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     i64 group = m1 - m0 <= 3 ? p1 - p0 : 1;
-    for (i64 p = p0; p < p1; p += group)
+    float *wide = bf16 && tiles > 1 ? panel_buffer(k_size * PANEL) : NULL;
+    for (i64 p = p0; p < p1; p += group) {
+        if (wide)
+            for (i64 i = 0; i < k_size * PANEL; i += LANES)
+                store(wide + i, load_bf16((const uint16_t *)w + p * k_size * PANEL + i));
         for (i64 t = 0, m = m0; t < tiles; t++) {
             int mr = (int)((m1 - m) / (tiles - t));
             const float *xs[ROWS_AT_ONCE];
@@ -131,10 +148,12 @@ static void product(const float *x, i64 x_stride, const void *w, int bf16, i64 k
                 xs[i] = x + (m + (i < mr ? i : 0)) * x_stride;
                 ys[i] = y + (m + (i < mr ? i : 0)) * y_stride;
             }
-            if (bf16) tile_bf16_rows(mr, xs, w, k_size, ys, n_size, p, p + group, add);
+            if (wide) tile_f32_rows(mr, xs, wide - p * k_size * PANEL, k_size, ys, n_size, p, p + 1, add);
+            else if (bf16) tile_bf16_rows(mr, xs, w, k_size, ys, n_size, p, p + group, add);
             else tile_f32_rows(mr, xs, w, k_size, ys, n_size, p, p + group, add);
             m += mr;
         }
+    }
 }
 
 void hr_pack(const float *w, i64 n_size, i64 k_size, void *packed, int bf16) {

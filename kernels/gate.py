@@ -56,7 +56,7 @@ def _torch(logits: torch.Tensor, bias: torch.Tensor, limits: Limits) -> tuple[to
     scores = logits.neg_().exp_().add_(1).reciprocal_()
     choice = scores + bias
     if limits.topk_group < limits.n_group:
-        grouped = choice.view(len(choice), limits.n_group, -1)
+        grouped = choice.view(len(choice), limits.n_group, choice.shape[1] // limits.n_group)
         group_scores = grouped.topk(2, -1)[0].sum(-1)
         dropped = group_scores.topk(limits.n_group - limits.topk_group, -1, largest=False, sorted=False)[1]
         grouped.scatter_(1, dropped[..., None].expand(-1, -1, grouped.shape[-1]), float("-inf"))

@@ -1,0 +1,28 @@
+"""Back ends are chosen once, in order, and never silently."""
+
+from __future__ import annotations
+
+import pytest
+
+from kernels.select import Backend, BackendUnavailable, choose
+
+FAST = Backend("fast", run=lambda: "fast", why_not=lambda device: "needs a GPU" if device == "cpu" else None)
+PLAIN = Backend("plain", run=lambda: "plain")
+
+
+def test_the_first_back_end_that_can_run_is_chosen():
+    assert choose((FAST, PLAIN), "cuda") is FAST
+    assert choose((FAST, PLAIN), "cpu") is PLAIN
+
+
+def test_a_wanted_back_end_is_never_silently_replaced():
+    assert choose((FAST, PLAIN), "cuda", "plain") is PLAIN
+    with pytest.raises(BackendUnavailable, match="fast: needs a GPU; plain: available"):
+        choose((FAST, PLAIN), "cpu", "fast", op="demo")
+
+
+def test_an_unknown_name_and_an_empty_list_say_what_there_is():
+    with pytest.raises(BackendUnavailable, match="'faster' can run on cpu .*plain: available"):
+        choose((FAST, PLAIN), "cpu", "faster")
+    with pytest.raises(BackendUnavailable, match="needs a GPU"):
+        choose((FAST,), "cpu")
