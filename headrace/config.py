@@ -8,6 +8,7 @@ worked out from them has names of its own. Lengths in tokens, times in seconds (
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import tomllib
 import types
@@ -293,7 +294,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", field=str(path)) from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # not TOML, or not UTF-8
         raise ConfigError(f"{path} is not TOML: {error}", field=str(path)) from error
 
 
@@ -340,6 +341,8 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         return _convert(next(arm for arm in typing.get_args(kind) if arm is not types.NoneType), value, path)
     if typing.get_origin(kind) is tuple:
         items = [part.strip() for part in value.split(";") if part.strip()] if isinstance(value, str) else value
+        if not isinstance(items, list | tuple):
+            raise ConfigError(f"{path} = {value!r} is not a list", field=path)
         return tuple(str(item) for item in items)
     try:
         return _scalar(kind, value)
@@ -364,4 +367,7 @@ def _scalar(kind: type, value: Any) -> Any:
         raise TypeError(value)
     if kind is int and isinstance(value, float):
         raise ValueError(value)
-    return kind(value)
+    number = kind(value)
+    if not 0 <= number < math.inf:  # no setting is negative; NaN would pass every later check
+        raise ValueError(value)
+    return number

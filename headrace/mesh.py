@@ -126,6 +126,7 @@ class Mesh:
         self._config_file = config_file
         self._flags = list(flags)
         self._say = say
+        self._is_described = False
 
     @property
     def router_address(self) -> str:
@@ -148,8 +149,10 @@ class Mesh:
         self.stop()
 
     def start(self) -> None:
-        """Starts everything and waits until the router serves. Raises Unavailable with the tail of the log that says why."""
+        """Starts everything and waits until the router serves. Raises ConfigError when a mesh of this name runs here, Unavailable
+        with the tail of the log that says why."""
         directory = Path(self.plan.run_directory)
+        self._refuse_second(directory / "mesh.json")
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         if self.plan.redis_port is not None:
             self.redis = BundledRedis(self.plan.redis_port, self.plan.host).start()
@@ -161,6 +164,7 @@ class Mesh:
         self.wait_serving(max(0.0, deadline - time.monotonic()))
         described = asdict(self.plan) | {"router": self.router_address, "pid": os.getpid()}
         (directory / "mesh.json").write_text(json.dumps(described, indent=2))
+        self._is_described = True
 
     def spawn(self, process: ProcessPlan) -> Running:
         """Starts one process; does not wait for it. Call it from the main thread."""
@@ -209,7 +213,21 @@ class Mesh:
             self.redis.stop()
             self.redis = None
         self._claims.close()
-        (Path(self.plan.run_directory) / "mesh.json").unlink(missing_ok=True)
+        if self._is_described:
+            (Path(self.plan.run_directory) / "mesh.json").unlink(missing_ok=True)
+
+    def _refuse_second(self, file: Path) -> None:
+        """Two meshes in one run directory would overwrite each other's plan; the file of one that was killed is nothing."""
+        try:
+            router = str(json.loads(file.read_text())["router"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        if asyncio.run(rpc.is_serving(router)):
+            raise ConfigError(
+                f"a mesh named {self.config.mesh.name!r} runs here already, its router is {router}: stop it, or give this "
+                "one another name with --set mesh.name=NAME",
+                field="mesh.name",
+            )
 
     def _command(self, process: ProcessPlan) -> list[str]:
         command = [sys.executable, "-m", f"services.{process.service}", "--port", str(process.port)]

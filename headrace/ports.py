@@ -7,6 +7,7 @@ its mesh lives; locks end with the process that took them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -62,11 +63,13 @@ class PortClaims:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether nothing listens on `host:port` now."""
+    """Whether nothing listens on `host:port` now. Raises ConfigError for an address that is not ours."""
     with contextlib.closing(socket.socket(_family(host))) as probe:
         try:
             probe.bind((host, port))
-        except OSError:
+        except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError(f"mesh.host = {host!r} is not an address of this host", field="mesh.host") from error
             return False
     return True
 

@@ -8,6 +8,7 @@ import typer
 
 from headrace import config as configuration
 from headrace.config import Config
+from headrace.errors import ConfigError
 from headrace.mesh import find_router
 
 ConfigFile = Annotated[str | None, typer.Option("--config", help="TOML file with settings.")]
@@ -24,5 +25,10 @@ def load(config_file: str | None, flags: list[str] | None) -> Config:
 
 
 def router_address(address: str | None, config: Config) -> str:
-    """The router to talk to."""
-    return address or find_router(config)
+    """The router to talk to. Raises ConfigError for an address that is none, or when no mesh runs here."""
+    if not address:
+        return find_router(config)
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise ConfigError(f"--address {address!r} is not host:port", field="address")
+    return address

@@ -79,10 +79,16 @@ def test_a_file_states_types_exactly(tmp_path, text):
         config.load(write(tmp_path, text), environment={})
 
 
-@pytest.mark.parametrize("text", ["[engine", "engine = 1", "[engine.num_blocks]\nx = 1"])
+@pytest.mark.parametrize("text", ["[engine", "engine = 1", "[engine.num_blocks]\nx = 1", "faults = 5"])
 def test_a_file_that_is_no_tree_of_settings_is_refused(tmp_path, text):
     with pytest.raises(ConfigError):
         config.load(write(tmp_path, text), environment={})
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "settings.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=re.escape("settings.toml")):
+        config.load(tmp_path / "settings.toml", environment={})
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
@@ -102,6 +108,10 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         (["engine.num_blocks=0"], "engine.num_blocks"),
         (["mesh.decode_ranks=0"], "mesh.decode_ranks"),
         (["router.max_attempts=-1"], "router.max_attempts"),
+        (["decode.reserve_expiry_s=nan"], "decode.reserve_expiry_s"),
+        (["decode.quarantine_max_s=inf"], "decode.quarantine_max_s"),
+        (["registry.heartbeat_s=-1"], "registry.heartbeat_s"),
+        (["engine.num_threads=-2"], "engine.num_threads"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(flags, path):

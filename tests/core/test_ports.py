@@ -27,3 +27,9 @@ def test_a_port_somebody_listens_on_is_never_given_out(tmp_path):
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError):
             PortClaims(tmp_path).take("127.0.0.1", port, port)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_a_host_that_is_not_ours_is_said_to_be_so(tmp_path, host):
+    with pytest.raises(ConfigError, match="mesh.host"):
+        PortClaims(tmp_path).take(host, 23100)
