@@ -40,10 +40,11 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Timing:
-    """One run: seconds to the last prompt's first token, and from there to the last token."""
+    """One run: seconds to the last prompt's first token, from there to the last token, and CPU seconds of all threads."""
 
     prefill_s: float
     decode_s: float
+    cpu_s: float
 
     @property
     def total_s(self) -> float:
@@ -65,7 +66,8 @@ def run(
 
     rows                   [{streams, mode, prefill_tokens_per_s, decode_tokens_per_s, total_tokens_per_s}]; total: output
                            tokens over the whole time, prefill included
-    ratio_to_transformers  fast mode's total over transformers', at 32 streams; `skipped` says why there is none
+    ratio_to_transformers  fast mode's total over transformers', at 32 streams, by the clock (`ratio`) and by CPU time
+                           (`cpu_ratio`); `skipped` says why there is none
     agreement              share of greedy tokens that exact and fast mode agree on; `skipped` likewise
     host                   what it ran on
     `num_threads` 0: torch's own choice. Raises ConfigError for an unknown mode.
@@ -110,6 +112,7 @@ def _sampling(output_tokens: int) -> SamplingParams:
 
 def measure(engine: Engine, batch: list[list[int]], output_tokens: int = OUTPUT_TOKENS) -> Timing:
     """One run of all prompts at once."""
+    cpu = time.process_time()
     first = last = start = time.perf_counter()
 
     def on_token(_: int, token: SampledToken) -> None:
@@ -119,7 +122,7 @@ def measure(engine: Engine, batch: list[list[int]], output_tokens: int = OUTPUT_
             first = last
 
     engine.generate(batch, _sampling(output_tokens), on_token)
-    return Timing(first - start, last - first)
+    return Timing(first - start, last - first, time.process_time() - cpu)
 
 
 def _row(engine: Engine, mode: str, count: int, repeats: int) -> dict[str, Any]:
@@ -153,33 +156,42 @@ def _ratio(
         progress("transformers: warm-up")
         probes = {dtype: _probe(other, dtype, prompts(RATIO_STREAMS, vocab_size)) for dtype in ("fp32", "bf16")}
         worth = [dtype for dtype in probes if probes[dtype] <= HOPELESS * min(probes.values())]
-        ours: list[float] = []
-        theirs: dict[str, list[float]] = {dtype: [] for dtype in worth}
+        ours: list[Timing] = []
+        theirs: dict[str, list[dict[str, float]]] = {dtype: [] for dtype in worth}
         for turn in range(repeats):
             batch = prompts(RATIO_STREAMS, vocab_size, 100 + turn)
             progress(f"turn {turn + 1} of {repeats}: ours, then transformers in {', '.join(worth)}")
-            ours.append(measure(engine, batch).total_s)
-            for dtype, seconds in theirs.items():
-                seconds.append(other.generate(dtype, batch, OUTPUT_TOKENS))
+            ours.append(measure(engine, batch))
+            for dtype, answers in theirs.items():
+                answers.append(other.generate(dtype, batch, OUTPUT_TOKENS))
+    return {"streams": RATIO_STREAMS, **_compare(ours, theirs), "probe_seconds": probes, **other.about}
+
+
+def _compare(ours: list[Timing], theirs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Medians of both sides; `cpu_ratio` compares CPU seconds, which a busy host disturbs less than the clock."""
     tokens = RATIO_STREAMS * OUTPUT_TOKENS
-    rates = {dtype: tokens / statistics.median(seconds) for dtype, seconds in theirs.items()}
-    own, best = tokens / statistics.median(ours), max(rates, key=lambda dtype: rates[dtype])
+    seconds = {dtype: [one["seconds"] for one in answers] for dtype, answers in theirs.items()}
+    best = min(seconds, key=lambda dtype: statistics.median(seconds[dtype]))
+    own_s = statistics.median(one.total_s for one in ours)
+    cpu_s = statistics.median(one["cpu_seconds"] for one in theirs[best])
     return {
-        "streams": RATIO_STREAMS,
-        "ratio": own / rates[best],
-        "headrace_tokens_per_s": own,
-        "transformers_tokens_per_s": rates,
+        "ratio": statistics.median(seconds[best]) / own_s,
+        "cpu_ratio": cpu_s / statistics.median(one.cpu_s for one in ours),
+        "headrace_tokens_per_s": tokens / own_s,
+        "transformers_tokens_per_s": {dtype: tokens / statistics.median(times) for dtype, times in seconds.items()},
         "transformers_dtype": best,
-        "seconds": {"headrace": ours, "transformers": theirs},
-        "probe_seconds": probes,
-        **other.about,
+        "seconds": {"headrace": [one.total_s for one in ours], "transformers": seconds},
+        "cpu_seconds": {
+            "headrace": [one.cpu_s for one in ours],
+            "transformers": [one["cpu_seconds"] for one in theirs[best]],
+        },
     }
 
 
 def _probe(other: _Transformers, dtype: str, batch: list[list[int]]) -> float:
     """Seconds for the prompts and a few tokens, warm: a dtype that this host emulates is not worth minutes."""
     other.generate(dtype, batch[:2], 2)
-    return other.generate(dtype, batch, 8)
+    return other.generate(dtype, batch, 8)["seconds"]
 
 
 class _Transformers:
@@ -189,14 +201,14 @@ class _Transformers:
         self._process = process
         self.about = self._read()
 
-    def generate(self, dtype: str, batch: list[list[int]], output_tokens: int) -> float:
-        """Seconds of one padded `generate`."""
+    def generate(self, dtype: str, batch: list[list[int]], output_tokens: int) -> dict[str, float]:
+        """`seconds` and `cpu_seconds` of one padded `generate`."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"dtype": dtype, "prompts": batch, "output_tokens": output_tokens}) + "\n")
         self._process.stdin.flush()
         answer = self._read()
-        assert all(len(ids) == output_tokens for ids in answer["token_ids"]), "transformers stopped early"
-        return answer["seconds"]
+        assert all(len(ids) == output_tokens for ids in answer.pop("token_ids")), "transformers stopped early"
+        return answer
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -3,8 +3,9 @@
     <python with transformers> bench/transformers_generate.py DIRECTORY --threads N
 
 Reads one JSON object a line: {"dtype": "fp32" | "bf16", "prompts": [[id, ...], ...], "output_tokens": n}; prompts are
-left-padded into one batch. Writes one line each: {"seconds": of generate alone, "token_ids": [[...], ...]}. The first
-line it writes, when both models are loaded, holds versions and threads. Headrace is not imported.
+left-padded into one batch. Writes one line each: {"seconds": of generate alone, "cpu_seconds": of all its threads,
+"token_ids": [[...], ...]}. The first line it writes, when both models are loaded, holds versions and threads. Headrace
+is not imported.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ def generate(model: transformers.PreTrainedModel, prompts: list[list[int]], outp
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     options = {"max_new_tokens": output_tokens, "min_new_tokens": output_tokens, "do_sample": False, "use_cache": True}
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     with torch.inference_mode():
         made = model.generate(ids, attention_mask=mask, pad_token_id=0, repetition_penalty=1.0, **options)
-    return {"seconds": time.perf_counter() - start, "token_ids": made[:, width:].tolist()}
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "token_ids": made[:, width:].tolist()}
 
 
 def main() -> None:
