@@ -224,6 +224,46 @@ async def reserved(mesh) -> bool:
     return (await mesh.ledgers()).decode.reserved_requests == 1
 
 
+def test_a_prefill_rank_frozen_in_mid_push_is_found_out_and_what_it_writes_later_lands_nowhere(broken, aggregated):
+    """Its peer stops answering pings: a new attempt elsewhere, the fence here. Thawed, it goes on writing; others decode."""
+    prompt, sampling = ids(150, 22), GREEDY | {"max_tokens": 12}
+    others = [(ids(100 + index, 80 + index), GREEDY | {"max_tokens": 40}) for index in range(6)]
+
+    async def scenario():
+        await whole(broken)
+        before = (await broken.ledgers()).decode.fences
+        async with broken.client() as client:
+            asked = Asked(client, prompt, request_id="hold-push-frozen", **sampling)
+            await asked.wait_tokens(1)
+            await asyncio.sleep(0.3)
+            victim = broken.running[await busy_prefill(broken)].child
+            victim.send_signal(signal.SIGSTOP)
+            try:
+                frozen = time.monotonic()
+                answer = await asked.result()
+                silence_s = time.monotonic() - frozen
+                await until(lambda: fenced(before), "the writer's silence ends in a fence")
+                after = [Asked(client, one, **options) for one, options in others]
+                await after[0].wait_tokens(1)
+            finally:
+                victim.send_signal(signal.SIGCONT)
+            answers = [await one.result() for one in after]
+        await broken.wait_idle(QUARANTINE_S + 5.0)
+        return answer, silence_s, answers
+
+    async def fenced(before: int) -> bool:
+        async with rpc.open_channel(broken.address("decode-0")) as channel:
+            ledger = await DecodeClient(channel).ledger()
+        return ledger.fences > before and ledger.quarantined_requests == 0
+
+    answer, silence_s, answers = asyncio.run(scenario())
+    assert_equal(answer, aggregated.ask(prompt, **sampling))
+    assert answer.final.usage.attempts >= 2
+    assert silence_s < 12.0, "keep-alive finds a frozen peer in 7 s"
+    for ours, (one, options) in zip(answers, others, strict=True):
+        assert_equal(ours, aggregated.ask(one, **options))
+
+
 def test_the_only_prefill_rank_killed_in_mid_push_is_waited_for_within_the_deadline(broken, aggregated):
     prompt, sampling = ids(90, 21), GREEDY | {"max_tokens": 12}
 
