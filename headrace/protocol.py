@@ -9,6 +9,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+MAX_SAMPLES = 16
+"""Most samples of one prompt."""
+
 
 class FinishReason(enum.IntEnum):
     """Why a sample ended; NONE while it runs. Values are those of the proto enum."""

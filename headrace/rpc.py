@@ -143,13 +143,14 @@ class _Interceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         metadata = dict(handler_call_details.invocation_metadata or ())
+        decode = _tolerant(handler.request_deserializer)
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(
-                _wrap_unary(handler.unary_unary, metadata), handler.request_deserializer, handler.response_serializer
+                _wrap_unary(handler.unary_unary, metadata), decode, handler.response_serializer
             )
         if handler.unary_stream:
             return grpc.unary_stream_rpc_method_handler(
-                _wrap_stream(handler.unary_stream, metadata), handler.request_deserializer, handler.response_serializer
+                _wrap_stream(handler.unary_stream, metadata), decode, handler.response_serializer
             )
         if handler.stream_unary:
             return grpc.stream_unary_rpc_method_handler(
@@ -163,10 +164,30 @@ def _enter(metadata: dict[str, Any]) -> None:
     traceparent_var.set(str(metadata.get("traceparent", "")))
 
 
+class _Undecodable:
+    """Stands for a request whose bytes are no message: gRPC itself would answer UNKNOWN and log a traceback."""
+
+
+def _tolerant(deserialize):
+    def call(data):
+        try:
+            return deserialize(data)
+        except Exception:
+            return _Undecodable()
+
+    return call if deserialize is not None else None
+
+
+def _check_decoded(request) -> None:
+    if isinstance(request, _Undecodable):
+        raise errors.InvalidRequest("request: the bytes are not a message of this call", field="request")
+
+
 def _wrap_unary(method, metadata):
     async def call(request, context):
         _enter(metadata)
         try:
+            _check_decoded(request)
             return await method(request, context)
         except asyncio.CancelledError:
             raise
@@ -182,6 +203,7 @@ def _wrap_stream(method, metadata):
     async def call(request, context):
         _enter(metadata)
         try:
+            _check_decoded(request)
             async with contextlib.aclosing(method(request, context)) as responses:
                 async for response in responses:
                     yield response

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import InvalidRequest, ManifestMismatch
-from headrace.protocol import CommitCommand, ReserveCommand, SequenceManifest, TargetSequence
+from headrace.protocol import MAX_SAMPLES, CommitCommand, ReserveCommand, SequenceManifest, TargetSequence
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ def _check_samples(command: ReserveCommand) -> None:
     indices = command.sample_indices
     if indices[0] < 0 or any(a >= b for a, b in itertools.pairwise(indices)):
         raise InvalidRequest(f"sample_indices: {indices} must ascend from 0 or above", field="sample_indices")
+    if len(indices) > MAX_SAMPLES:
+        raise InvalidRequest(f"sample_indices: {len(indices)}, at most {MAX_SAMPLES}", field="sample_indices")
     if min(command.delivered_counts) < 0:
         raise InvalidRequest("delivered_token_counts: must be 0 or more", field="delivered_token_counts")
     if command.sampling.max_tokens < 1:

@@ -21,6 +21,7 @@ MAX_KEYS = 65536
 """Keys in one call."""
 MIN_TTL_S = 1.0
 MAX_LEASE_S = 600.0
+MAX_ENTRY_S = 86_400.0
 WATCH_BUFFER = 1024
 """Changes a watcher may leave unread; one more drops them all and says LOST."""
 _KEY = re.compile(r"[0-9a-f]{32}")
@@ -86,7 +87,7 @@ class KvStore:
         """Registers blocks for `ttl_s`. Raises StaleEpoch when a later process at that address is known."""
         _check_worker(worker, "worker")
         _check_keys(keys)
-        _check_ttl(ttl_s, float("inf"))
+        _check_ttl(ttl_s, MAX_ENTRY_S)
         await self._index.publish(worker, keys, ttl_s)
 
     async def withdraw(self, worker: WorkerIdentity, keys: Sequence[str]) -> None:
@@ -175,5 +176,6 @@ def _check_worker(worker: WorkerIdentity, field: str) -> None:
 
 def _check_ttl(ttl_s: float, most_s: float) -> None:
     if not MIN_TTL_S <= ttl_s <= most_s:
-        bound = "" if most_s == float("inf") else f", at most {most_s:g} s"
-        raise InvalidRequest(f"time_to_live: {ttl_s:g} s; at least {MIN_TTL_S:g} s{bound}", field="time_to_live")
+        raise InvalidRequest(
+            f"time_to_live: {ttl_s:g} s; at least {MIN_TTL_S:g} s, at most {most_s:g} s", field="time_to_live"
+        )

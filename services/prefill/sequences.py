@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from headrace.engine.request import PrefillSequence
 from headrace.errors import InvalidRequest
-from headrace.protocol import PrefillCommand
+from headrace.protocol import MAX_SAMPLES, PrefillCommand
 
 
 def blocks_for(length: int, size: int) -> int:
@@ -31,8 +31,11 @@ def blocks_needed(command: PrefillCommand, lengths: Sequence[int], size: int) ->
 def check_command(command: PrefillCommand) -> None:
     """Raises InvalidRequest, naming the field, for samples and ids that mean nothing."""
     samples = command.sample_indices
-    if min(samples) < 0 or len(set(samples)) != len(samples):
-        raise InvalidRequest(f"sample_indices: {samples} must be distinct, 0 or above", field="sample_indices")
+    if len(samples) > MAX_SAMPLES or min(samples) < 0 or len(set(samples)) != len(samples):
+        raise InvalidRequest(
+            f"sample_indices: {len(samples)} of them; at most {MAX_SAMPLES}, distinct, 0 or above",
+            field="sample_indices",
+        )
     if not set(command.delivered) <= set(samples):
         raise InvalidRequest("delivered: a sample that is not in sample_indices", field="delivered")
     if min(command.prompt_token_ids) < 0:

@@ -161,6 +161,7 @@ async def test_samples_and_counts_that_mean_nothing_are_refused_and_hold_nothing
         for field, changes in (
             ("sample_indices", dict(sample_indices=(0, 0), delivered_counts=(0, 0))),
             ("sample_indices", dict(sample_indices=(-1,))),
+            ("sample_indices", dict(sample_indices=tuple(range(17)), delivered_counts=(0,) * 17)),
             ("delivered_token_counts", dict(delivered_counts=(-100,))),
             ("sampling.max_tokens", dict(sampling=p.SamplingParams(max_tokens=-50))),
         ):

@@ -465,6 +465,7 @@ def test_what_cannot_be_is_refused_before_anything_is_held():
                 (command(reservation=bad), LayoutMismatch),
                 (command(samples=(0, 0)), InvalidRequest),
                 (command(samples=(-1,)), InvalidRequest),
+                (command(samples=tuple(range(17))), InvalidRequest),
                 (command(delivered={3: (1,)}), InvalidRequest),
                 (command(prompt_token_ids=(1, -2)), InvalidRequest),
             ):

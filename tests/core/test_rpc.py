@@ -30,13 +30,13 @@ def all_errors() -> list[type[errors.HeadraceError]]:
     return found
 
 
-def handlers(unary=None, stream=None, upload=None):
-    """`register` for a service of raw bytes with the given methods."""
+def handlers(unary=None, stream=None, upload=None, decode=None):
+    """`register` for a service with the given methods, of raw bytes unless `decode` makes messages of them."""
     methods = {}
     if unary is not None:
-        methods["Unary"] = grpc.unary_unary_rpc_method_handler(unary)
+        methods["Unary"] = grpc.unary_unary_rpc_method_handler(unary, decode)
     if stream is not None:
-        methods["Stream"] = grpc.unary_stream_rpc_method_handler(stream)
+        methods["Stream"] = grpc.unary_stream_rpc_method_handler(stream, decode)
     if upload is not None:
         methods["Upload"] = grpc.stream_unary_rpc_method_handler(upload)
     return lambda server: server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
@@ -144,6 +144,25 @@ def test_a_typed_error_out_of_a_task_group_stays_typed():
             return await caught(rpc.call_unary(unary(channel), b"", 5))
 
     assert type(asyncio.run(main())) is errors.NotFound
+
+
+def test_bytes_that_are_no_message_are_the_callers_mistake():
+    async def never(request, context):
+        raise AssertionError("the handler must not see this request")
+
+    async def never_a_stream(request, context):
+        raise AssertionError("the handler must not see this request")
+        yield b""
+
+    async def main():
+        async with serving(unary=never, stream=never_a_stream, decode=common_pb2.Stage.FromString) as (_, channel):
+            return [
+                await caught(rpc.call_unary(unary(channel), b"\xff\xff", 5)),
+                await caught(drained(rpc.call_stream(stream(channel), b"\xff\xff", 5))),
+            ]
+
+    for error in asyncio.run(main()):
+        assert (type(error), error.field) == (errors.InvalidRequest, "request")
 
 
 def test_what_nobody_expected_is_internal_and_tells_nothing():

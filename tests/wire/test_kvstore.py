@@ -320,6 +320,7 @@ async def until_found(store: Store, wanted: dict) -> None:
         (lambda client: client.publish(WorkerIdentity("a:1", ""), KEYS[:1], 5, 5), "worker"),
         (lambda client: client.publish(WorkerIdentity("a:1", "e 1"), KEYS[:1], 5, 5), "worker"),
         (lambda client: client.publish(A, KEYS[:1], 0.5, 5), "time_to_live"),
+        (lambda client: client.publish(A, KEYS[:1], 2.0**40, 5), "time_to_live"),
         (lambda client: client.withdraw(WorkerIdentity("", ""), [], 5), "worker"),
         (lambda client: client.acquire(ROUTER, KEYS[:1], 601, 5), "time_to_live"),
         (lambda client: client.acquire(WorkerIdentity("", ""), KEYS[:1], 5, 5), "holder"),
