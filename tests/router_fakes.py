@@ -328,6 +328,9 @@ class FakePrefill:
             fault = self.faults.pop(0) if self.faults else ""
         if isinstance(fault, HeadraceError):
             raise fault
+        if fault in ("INTERNAL", "DEADLINE_EXCEEDED", "CANCELLED"):
+            yield PrefillFailed(fault, "the rank's own trouble", False)
+            return
         if fault == "before":
             yield PrefillFailed("TRANSFER_FAILED", "no route", True)
             return

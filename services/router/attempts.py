@@ -50,6 +50,8 @@ _KIND_BY_REASON = {
         errors.ManifestMismatch,
         errors.LayoutMismatch,
         errors.InternalError,
+        errors.DeadlineExceeded,
+        errors.Cancelled,
     )
 }
 
@@ -70,7 +72,6 @@ class RequestState:
     """Sends what is due to the reader; raises Overloaded when the reader has stalled."""
     attempts: int = 0
     cached_tokens: int = 0
-    computed_tokens: int = 0
 
     @property
     def needs_decode(self) -> bool:
@@ -233,7 +234,7 @@ class Attempt:
 
     def _on_first_tokens(self, event: FirstTokens) -> None:
         self._on_prefilled()
-        self._state.cached_tokens, self._state.computed_tokens = event.cached_tokens, event.computed_tokens
+        self._state.cached_tokens = event.cached_tokens
         for token in event.tokens:
             self._push(token.sample_index, token.position, (token.token_id,), (token.logprob,), (token.top,))
             if token.finish_reason and self._answer.is_running(token.sample_index):

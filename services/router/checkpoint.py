@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, InvalidRequest
 from headrace.model.chat import ChatTemplate
 from headrace.model.config import ModelConfig
 from headrace.model.tokenizer import Tokenizer
 from headrace.protocol import ModelInfo
+from services.router.ranges import check_sampling
 
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -64,7 +65,7 @@ class Checkpoint:
             vocabulary_size=config.vocab_size,
             max_context_tokens=min(limit, max_context_tokens or limit),
             eos_token_ids=eos_ids or tokenizer.eos_ids,
-            default_sampling=_sampling_defaults(generation),
+            default_sampling=_checked(_sampling_defaults(generation), config.vocab_size, path),
         )
 
     def info(self) -> ModelInfo:
@@ -91,4 +92,13 @@ def _sampling_defaults(generation: dict) -> dict[str, object]:
     defaults = {name: generation[name] for name in _DEFAULTS if generation.get(name) is not None}
     if generation.get("do_sample") is False:
         defaults["temperature"] = 0.0
+    return defaults
+
+
+def _checked(defaults: dict[str, object], vocabulary_size: int, path: Path) -> dict[str, object]:
+    """The same; CheckpointError names a default that no request could use."""
+    try:
+        check_sampling(defaults, vocabulary_size)
+    except (InvalidRequest, TypeError) as error:
+        raise CheckpointError(f"{path / 'generation_config.json'}: {error}") from error
     return defaults

@@ -460,7 +460,7 @@ class Router:
         if isinstance(error, Overloaded) and not state.answer.num_tokens:
             worker = place.decode if lost.decode else place.prefill
             return worker is not None and self._workers.has_other(worker)
-        return error.retryable or isinstance(error, Cancelled | DeadlineExceeded)
+        return error.retryable or isinstance(error, Cancelled | DeadlineExceeded | InternalError)
 
     async def _next_place(
         self, state: RequestState, avoid: frozenset[WorkerIdentity], keep: DecodeWorker | None
@@ -487,7 +487,7 @@ class Router:
         usage = Usage(
             prompt_tokens=len(state.prompt),
             cached_tokens=state.cached_tokens,
-            computed_tokens=state.computed_tokens,
+            computed_tokens=len(state.prompt) - state.cached_tokens,
             generated_tokens=answer.num_tokens,
             attempts=state.attempts,
         )
@@ -546,24 +546,27 @@ class Router:
         try:
             with telemetry.span("router.canary", parent=""):
                 await self._canary_attempt(state, place)
-        except LegError as lost:
-            self._blame(place, lost)
-            raise lost.error from lost
         except HeadraceError:
             raise
         except Exception as error:
-            inner = unwrap(error)
-            raise _typed(inner) or InternalError(str(inner)) from error
+            raise _typed(unwrap(error)) or InternalError(str(error)) from error
 
     async def _canary_attempt(self, state: RequestState, place: Place) -> None:
         async with asyncio.TaskGroup() as group:
-            work = group.create_task(self._attempt(state, place))
+            work = group.create_task(self._blamed_attempt(state, place))
             alarm = group.create_task(self._clock.wait(CANARY_TIMEOUT_S))
             await asyncio.wait((work, alarm), return_when=asyncio.FIRST_COMPLETED)
             alarm.cancel()
             work.cancel()
         if state.answer.num_tokens != 2:
             raise Unavailable(f"the canary brought {state.answer.num_tokens} of 2 tokens", reason="CANARY_FAILED")
+
+    async def _blamed_attempt(self, state: RequestState, place: Place) -> None:
+        try:
+            await self._attempt(state, place)
+        except LegError as lost:
+            self._blame(place, lost)
+            raise lost.error from lost
 
 
 def _need(state: RequestState) -> Need:

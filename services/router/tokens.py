@@ -130,14 +130,22 @@ class TokenStream:
                 telemetry.counter("headrace.router.tokens_after_cancel").add(len(record.token_ids))
                 continue
             touched[record.handle] = sink
-            sink.on_record(record)
+            self._tell(sink, sink.on_record, record)
         for end in frame.ends:
             sink = self._sinks.get(end.handle)
             if sink is not None:
                 touched[end.handle] = sink
-                sink.on_end(end)
+                self._tell(sink, sink.on_end, end)
         for sink in touched.values():
-            sink.on_frame_end()
+            self._tell(sink, sink.on_frame_end)
+
+    def _tell(self, sink: TokenSink, hears: Callable[..., None], *what: object) -> None:
+        """One attempt that cannot take its tokens is lost alone; the stream and everyone else on it go on."""
+        try:
+            hears(*what)
+        except Exception as error:
+            log.error("an attempt could not take its tokens", error=error)
+            sink.on_lost(InternalError(f"tokens could not be taken: {type(error).__name__}", reason="SINK_FAILED"))
 
     def _lose(self, error: HeadraceError) -> None:
         was_running = bool(self._last_frame or self._sinks)

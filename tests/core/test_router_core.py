@@ -28,6 +28,7 @@ from headrace.errors import (
     HeadraceError,
     InternalError,
     InvalidRequest,
+    LayoutMismatch,
     ManifestMismatch,
     Overloaded,
     StaleAttempt,
@@ -527,8 +528,8 @@ def test_what_cannot_be_helped_by_a_retry_is_not_retried():
         async with open_router(mesh) as router:
             await wait_until(lambda: sum(view.ready for view in router.workers()) == 3)
             for prefill in mesh.prefills:
-                prefill.faults = [InternalError("bug")]
-            with pytest.raises(InternalError):
+                prefill.faults = [LayoutMismatch("other rows")]
+            with pytest.raises(LayoutMismatch):
                 await collect(router, command(max_tokens=9))
             assert sum(len(prefill.commands) for prefill in mesh.prefills) == 1
             await assert_all_is_free(mesh, router)
@@ -883,5 +884,30 @@ def test_errors_of_a_request_never_reach_the_router_itself():
                 await collect(router, command(max_tokens=3))
             assert isinstance(caught.value, InternalError)
             await wait_until(lambda: router.ledger().running_requests == 0)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("trouble", ["INTERNAL", "DEADLINE_EXCEEDED", "CANCELLED"])
+def test_a_workers_own_trouble_costs_an_attempt_and_not_the_request(trouble):
+    async def scenario():
+        mesh = FakeMesh()
+        mesh.prefills[0].faults = [trouble]
+        async with open_router(mesh) as router:
+            answer = await collect(router, command(max_tokens=4))
+            assert len(answer.ids[0]) == 4
+            assert answer.final.usage.attempts == 2
+
+    run(scenario)
+
+
+def test_prompt_tokens_are_counted_once_also_after_a_replay():
+    async def scenario():
+        mesh = FakeMesh()
+        mesh.prefills[0].faults = ["after_first"]
+        async with open_router(mesh) as router:
+            usage = (await collect(router, command(max_tokens=4))).final.usage
+            assert usage.attempts == 2 and usage.cached_tokens + usage.computed_tokens == usage.prompt_tokens
+            assert usage.generated_tokens == 4
 
     run(scenario)

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from router_fakes import BLOCK, CONTEXT, EOS, VOCABULARY, checkpoint, command
 
-from headrace.errors import InvalidRequest
+from headrace.errors import CheckpointError, InvalidRequest
 from headrace.protocol import ChatMessage, GenerateCommand, SamplingParams
 from services.router import limits
-from services.router.checkpoint import _read_generation, _sampling_defaults
+from services.router.checkpoint import _checked, _read_generation, _sampling_defaults
 from services.router.limits import Capacity
 
 
@@ -173,3 +173,9 @@ def test_sampling_defaults_are_read_from_generation_config(tmp_path):
     expected = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}
     assert _sampling_defaults(_read_generation(path)) == expected
     assert _sampling_defaults({"do_sample": False, "temperature": 0.7})["temperature"] == 0.0
+
+
+@pytest.mark.parametrize("defaults", [{"top_p": 7}, {"temperature": "hot"}, {"repetition_penalty": 0.0}])
+def test_a_checkpoint_whose_own_defaults_no_request_could_use_is_refused(defaults, tmp_path):
+    with pytest.raises(CheckpointError, match="generation_config.json"):
+        _checked(_sampling_defaults(defaults), 100, tmp_path)

@@ -149,3 +149,26 @@ def test_a_closed_stream_tells_every_attempt_why():
         assert isinstance(sink.lost[0], StaleEpoch)
 
     play(Source([frame(1), None]), check)
+
+
+def test_an_attempt_that_cannot_take_its_tokens_is_lost_alone():
+    class Picky(Sink):
+        def on_record(self, record):
+            raise ValueError("what is this?")
+
+    async def scenario():
+        source = Source([frame(1), frame(2, 7, handle=1), frame(3, 8, handle=2), None])
+        good, picky, losses = Sink(), Picky(), []
+        stream = TokenStream(
+            source, WorkerIdentity("r", "r1"), WorkerIdentity("d", "d1"), FakeClock(), 2.0, losses.append
+        )
+        stream.attach(1, picky)
+        stream.attach(2, good)
+        task = asyncio.ensure_future(stream.run())
+        await wait_until(lambda: good.seen)
+        assert picky.lost[0].reason == "SINK_FAILED" and not good.lost
+        assert stream.is_open and not losses
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scenario())
