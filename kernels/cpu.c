@@ -135,7 +135,7 @@ static void product(const float *x, i64 x_stride, const void *w, int bf16, i64 k
                     i64 n_size, i64 m0, i64 m1, i64 p0, i64 p1, int add) {
     i64 tiles = (m1 - m0 + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     i64 group = m1 - m0 <= 3 ? p1 - p0 : 1;
-    float *wide = bf16 && tiles > 1 ? panel_buffer(k_size * PANEL) : NULL;
+    float *wide = bf16 && tiles > 2 ? panel_buffer(k_size * PANEL) : NULL;
     for (i64 p = p0; p < p1; p += group) {
         if (wide)
             for (i64 i = 0; i < k_size * PANEL; i += LANES)
@@ -173,12 +173,15 @@ void hr_pack(const float *w, i64 n_size, i64 k_size, void *packed, int bf16) {
             }
 }
 
+/* Waking a second thread costs as much as about two million multiplications, far more on a busy host. */
+static int worth(int threads, double multiplications) { return multiplications < 2e6 ? 1 : threads; }
+
 /* `batch` independent products with their own x, w and y; panels of one weight are shared out between threads. */
 void hr_linear(const float *x, i64 x_batch, i64 x_stride, const void *w, int bf16, i64 batch, i64 m_size, i64 n_size,
                i64 k_size, float *y, i64 y_batch, i64 y_stride, int add, int threads) {
     i64 panels = (n_size + PANEL - 1) / PANEL, blocks = (m_size + ROW_BLOCK - 1) / ROW_BLOCK;
     i64 element = bf16 ? 2 : 4, weight = panels * k_size * PANEL * element;
-    if ((double)batch * m_size * n_size * k_size < 1e5) threads = 1;
+    threads = worth(threads, (double)batch * m_size * n_size * k_size);
     i64 wanted = threads > 1 ? (4 * threads + batch * blocks - 1) / (batch * blocks) : 1;
     i64 shares = wanted < 1 ? 1 : wanted > panels ? panels : wanted;
     i64 tasks = batch * blocks * shares;
@@ -236,6 +239,7 @@ void hr_experts(const float *x, i64 x_stride, i64 m_size, i64 hidden, i64 inner,
     i64 element = bf16 ? 2 : 4;
     i64 up_bytes = panels_of(2 * inner) * PANEL * hidden * element, down_bytes = panels_of(hidden) * PANEL * inner * element;
     i64 per_expert = (pairs + ROW_BLOCK - 1) / ROW_BLOCK;
+    threads = worth(threads, 3.0 * pairs * hidden * inner);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
 #ifdef _OPENMP
@@ -465,6 +469,9 @@ int hr_attend(const float *q, i64 q_token, i64 heads, i64 dim, i64 latent, const
         if (contexts[i] > longest) longest = contexts[i];
     }
     first[sequences] = tasks;
+    double rows_read = 0;
+    for (i64 i = 0; i < sequences; i++) rows_read += (double)(starts[i + 1] - starts[i]) * contexts[i];
+    threads = worth(threads, rows_read * heads * (dim + latent));
     int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1 && tasks > 1)
     {
