@@ -74,13 +74,11 @@ REQUEST_DURATION = Measure(
     "s",
     (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
 )
-# Ours: the conventions' borders start at 10 ms, where decode has long finished a step.
-INTER_TOKEN_LATENCY = Measure(
-    "headrace.inter_token_latency", "s", (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
-)
+# The conventions' borders start at 10 ms, where decode has long finished a step.
 STEP_DURATION = Measure(
     "headrace.decode.step.duration", "s", (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 )
+PUSH_BANDWIDTH = Measure("headrace.push.bandwidth", "By/s", tuple(float(10**power) for power in range(5, 12)))
 GENAI_ATTRIBUTES = {"gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "headrace"}
 """Attributes the conventions require on every gen_ai histogram."""
 

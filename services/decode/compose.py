@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from headrace import logs
+from headrace import logs, telemetry
 from headrace.cache.blocks import BlockState
 from headrace.client import Peers
 from headrace.engine.decode import DecodeBatcher, StepPlan
@@ -69,7 +69,7 @@ class BatchEngine:
 
 
 class _Batcher(DecodeBatcher):
-    """A batcher whose steps can be made to fail, hang or take longer (`decode.step` rules)."""
+    """A batcher whose steps are measured and can be made to fail, hang or take longer (`decode.step` rules)."""
 
     faults = Faults()
 
@@ -77,9 +77,13 @@ class _Batcher(DecodeBatcher):
         fault = self.faults.fire("decode.step")
         if fault is not None and fault.kind == "fail":
             raise InternalError("fault injected at decode.step")
+        began = time.perf_counter()
         if fault is not None:
             time.sleep(fault.seconds)
-        return super().run(plan)
+        sampled = super().run(plan)
+        telemetry.histogram(*telemetry.STEP_DURATION).record(time.perf_counter() - began)
+        telemetry.gauge("headrace.decode.batch_size").set(len(plan.rows))
+        return sampled
 
 
 @contextlib.asynccontextmanager

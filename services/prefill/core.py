@@ -122,7 +122,6 @@ class Prefiller:
         self._legs: dict[str, Leg] = {}
         self._running: set[Leg] = set()
         self._waiting_tokens = 0
-        self._waiting_requests = 0
         self._tombstones: collections.OrderedDict[str, _Tombstone] = collections.OrderedDict()
         self._room = Room(pool)
         self._report = Report(info.identity)
@@ -181,7 +180,7 @@ class Prefiller:
 
     def ledger(self) -> PrefillLedger:
         """Who holds what now."""
-        queued = self._batcher.queued_tokens + self._waiting_tokens
+        queued = self._queued_tokens
         waiting = sum(leg.times.started is None for leg in self._running)
         return PrefillLedger(self._pool.ledger(), waiting, queued, len(self._running) - waiting, self._batcher.batches)
 
@@ -191,6 +190,10 @@ class Prefiller:
         end = self._clock.now() + grace_s
         while self._running and self._clock.now() < end:
             await self._clock.wait(0.05)
+
+    @property
+    def _queued_tokens(self) -> int:
+        return self._batcher.queued_tokens + self._waiting_tokens
 
     # --- one attempt -----------------------------------------------------------------------------------------------------
 
@@ -206,10 +209,7 @@ class Prefiller:
                 f"prompt_token_ids: {length} tokens, the context holds {self.info.max_context_tokens}",
                 field="prompt_token_ids",
             )
-        if (
-            self._batcher.queued_tokens + self._waiting_tokens + length > self._config.max_queue_tokens
-            and self._running
-        ):
+        if self._queued_tokens + length > self._config.max_queue_tokens and self._running:
             raise Overloaded("the prefill queue is full", reason="PREFILL_QUEUE_FULL", retry_after_s=0.2)
         self._check_reservation(command)
 
@@ -239,6 +239,7 @@ class Prefiller:
             self._batcher.add(job)
             tokens = await tokens_ready
             self._report.forward(leg, parent, cached)
+            self._report.queue(self._queued_tokens)
             computed = sum(len(s.token_ids) - s.first_computed for s in job.sequences)
             yield FirstTokens(tuple(tokens), cached, computed)
             live = [token for token in tokens if token.finish_reason is FinishReason.NONE]
@@ -256,13 +257,12 @@ class Prefiller:
                 f"prompt_token_ids: needs {needed} blocks of {size} tokens, this rank has {self.info.block_count}",
                 field="prompt_token_ids",
             )
-        self._waiting_requests += 1
         self._waiting_tokens += sum(lengths)
+        self._report.queue(self._queued_tokens)
         try:
             async with self._room.wait_turn(needed):
                 return self._allocate(leg, lengths)
         finally:
-            self._waiting_requests -= 1
             self._waiting_tokens -= sum(lengths)
 
     def _allocate(self, leg: Leg, lengths: Sequence[int]) -> int:
@@ -396,6 +396,7 @@ class Prefiller:
             self._pool.free(leg.held_blocks)
         self._room.freed()
         self._running.discard(leg)
+        self._report.queue(self._queued_tokens)
         if leg.command.reservation is not None:
             self._bury(leg.reservation.reservation_id, drained=leg.is_drained)
             self._legs.pop(leg.reservation.reservation_id, None)

@@ -24,11 +24,16 @@ class Report:
             "prefill.forward", times.started, times.computed, parent=parent, tokens=tokens - cached, **common
         )
 
+    def queue(self, num_tokens: int) -> None:
+        """Prompt tokens that wait for blocks or for a batch."""
+        telemetry.gauge("headrace.prefill.queued_tokens").set(num_tokens)
+
     def push(self, leg: Leg, parent: str) -> None:
         """`prefill.push`, once the last layer is written."""
         start, end = leg.times.push_started, leg.times.push_ended
         assert start is not None and end is not None
         rate = leg.pushed_bytes / max(end - start, 1e-9)
+        telemetry.histogram(*telemetry.PUSH_BANDWIDTH).record(rate)
         telemetry.emit(
             "prefill.push", start, end, parent=parent, bytes=leg.pushed_bytes, bytes_per_s=rate, **self._common(leg)
         )

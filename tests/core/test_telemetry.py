@@ -7,9 +7,11 @@ import contextlib
 import io
 import json
 import logging
+import re
 import threading
 import time
 from concurrent import futures
+from pathlib import Path
 
 import grpc
 import pytest
@@ -354,3 +356,12 @@ def test_an_unknown_level_stops_the_start(lines):
     with pytest.raises(ConfigError) as caught:
         lines("LOUD")
     assert caught.value.field == "telemetry.log_level"
+
+
+def test_the_page_names_every_metric_and_no_other():
+    root = Path(__file__).resolve().parents[2]
+    sources = [path.read_text() for folder in ("headrace", "services") for path in (root / folder).rglob("*.py")]
+    found = {name for text in sources for name in re.findall(r'(?:counter|gauge|histogram)\(\s*"([a-z_.]+)"', text)}
+    found |= {measure.name for measure in vars(telemetry).values() if isinstance(measure, telemetry.Measure)}
+    page = (root / "docs" / "telemetry.md").read_text()
+    assert set(re.findall(r"`((?:headrace|gen_ai)\.[a-z_.]+)`", page)) == found
