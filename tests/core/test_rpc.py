@@ -494,3 +494,33 @@ def test_closing_a_client_with_an_open_stream_ends_it():
                 await open_client.generate("after")
 
     asyncio.run(main())
+
+
+# --- connecting ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def slow_to_greet(address: str, delay_s: float):
+    """A way to `address` on which nothing moves for the first `delay_s`, as on a host whose cores are busy."""
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                writer.write(data)
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(delay_s)
+        there_reader, there_writer = await asyncio.open_connection(*address.split(":"))
+        await asyncio.gather(pass_on(reader, there_writer), pass_on(there_reader, writer))
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as way:
+        yield f"127.0.0.1:{way.sockets[0].getsockname()[1]}"
+
+
+def test_a_server_that_is_slow_to_greet_a_connection_is_not_unavailable():
+    async def main():
+        async with serving() as (server, _), slow_to_greet(server.address, 0.5) as address:
+            async with rpc.open_channel(address, own_connection=True) as channel:
+                return await rpc.check_health(channel, timeout_s=3.0)
+
+    assert asyncio.run(main())
