@@ -4,7 +4,7 @@
  * the number of rows, their neighbours, or the number of threads. Sums run over k (or over a context's rows) from left
  * to right in one accumulator per output value. So a request has the same bits alone and in a crowd.
  *
- * Plain C with GCC/clang vector extensions, no headers of torch: built in a second by kernels/cpu_library.py, called
+ * Plain C with GCC/clang vector extensions, no headers of torch: built in three seconds by kernels/cpu_library.py, called
  * through ctypes. Shapes are row-major; strides are in elements. Callers guarantee that sizes fit; nothing is checked.
  */
 

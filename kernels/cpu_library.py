@@ -1,4 +1,4 @@
-"""Build and load `cpu.c`: one C file, one shared library, one second of the host's own compiler.
+"""Build and load `cpu.c`: one C file, one shared library, three seconds of the host's own compiler.
 
 `library()` builds on first use into `kernels/build/` (or the temporary directory when that is read-only), named after
 the source, the flags and the processor, so a stale or foreign build is never loaded. `why_not()` says what is missing;
@@ -8,6 +8,7 @@ without a compiler every op still has its torch back end. Build ahead of time wi
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import platform
@@ -18,7 +19,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("cpu.c")
 COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
+FLAGS = ("-O2", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
 BUILD_TIMEOUT_S = 120
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float, "l": ctypes.c_int64}
@@ -57,8 +58,10 @@ def library() -> ctypes.CDLL:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / name
-            if not path.exists():
-                _build(path)
+            with open(folder / "lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of a mesh start together: one builds, the rest wait
+                if not path.exists():
+                    _build(path)
             return _load(path)
         except OSError as error:
             problem = error
@@ -87,7 +90,7 @@ def _build(path: Path) -> None:
             command = [compiler, *FLAGS, *extra, str(SOURCE), "-o", str(made), "-lm"]
             result = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
             if result.returncode == 0:
-                made.replace(path)  # atomic: several processes may build at once
+                made.replace(path)
                 return
             error = result.stderr.strip().splitlines()[0] if result.stderr.strip() else f"exit {result.returncode}"
     raise BuildFailed(f"{compiler} cannot build the CPU kernels: {error}")
