@@ -41,7 +41,9 @@ class Up:
 
     def wait_ready(self) -> None:
         """Reads the one line on stdout."""
-        self.router = json.loads(self.child.stdout.readline())["router"]
+        line = self.child.stdout.readline()
+        assert line, f"it ended before it was ready: {(self.directory / 'up.log').read_text()}"
+        self.router = json.loads(line)["router"]
         self.ready = time.monotonic()
 
     def ports(self) -> list[int]:
