@@ -257,6 +257,15 @@ def check(config: Config) -> None:
             raise ConfigError(f"{path} = {value} must be at least 1", field=path)
 
 
+def check_separate(config: Config) -> None:
+    """Refuses settings that only one process for prefill and decode could have."""
+    if config.transfer.backend == "local":
+        raise ConfigError(
+            "transfer.backend = 'local' moves rows within one process: use it with --aggregated, or choose mooncake or grpc",
+            field="transfer.backend",
+        )
+
+
 def run_directory(config: Config, environment: Mapping[str, str] | None = None) -> Path:
     """Where this mesh keeps its plan, logs and traces."""
     environment = os.environ if environment is None else environment

@@ -60,7 +60,9 @@ class MeshPlan:
 
 def plan(config: Config, *, aggregated: bool = False, claims: PortClaims | None = None) -> MeshPlan:
     """Ports for every process, each free at this moment and held in `claims` against other plans of this host. Raises
-    ConfigError when the range is used up."""
+    ConfigError when the range is used up, or for settings that these processes cannot share."""
+    if not aggregated:
+        configuration.check_separate(config)
     held = claims or PortClaims()
     try:
         return _plan(config, aggregated, held)
@@ -153,7 +155,11 @@ class Mesh:
         with the tail of the log that says why."""
         directory = Path(self.plan.run_directory)
         self._refuse_second(directory / "mesh.json")
-        (directory / "logs").mkdir(parents=True, exist_ok=True)
+        try:
+            (directory / "logs").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            text = f"mesh.run_directory: cannot make {directory}: {error.strerror}"
+            raise ConfigError(text, field="mesh.run_directory") from error
         if self.plan.redis_port is not None:
             self.redis = BundledRedis(self.plan.redis_port, self.plan.host).start()
         for process in self.plan.processes:

@@ -27,7 +27,7 @@ from headrace.errors import CheckpointError, ConfigError
 from headrace.model.chat import ChatTemplate
 from headrace.model.tokenizer import Tokenizer
 from headrace.protocol import SamplingParams
-from headrace.recall import RecallCase, make_cases
+from headrace.recall import SHORTEST, VALUE_KINDS, RecallCase, make_cases
 
 DEFAULT_CASES = {256: 200, 1024: 100, 3500: 30}
 GROUP_TOKENS = 28_000
@@ -50,13 +50,18 @@ def evaluate(
     """Ask the model questions whose answers stand in their context."""
     config = options.load(config_file, flags)
     config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, exact=not fast))
+    wanted = _parse_cases(cases)
+    if value_kind not in VALUE_KINDS:
+        raise ConfigError(f"--value-kind {value_kind!r} is none of {', '.join(VALUE_KINDS)}", field="value_kind")
     directory = configuration.model_directory(config)
     tokenizer = Tokenizer.load(directory)
     seed = secrets.randbelow(2**31) if seed is None else seed
     console = Console(stderr=True)
     started = time.monotonic()
     engine, ask = (
-        (None, _ask_router(address, config)) if address else _open_engine(directory, config, tokenizer.eos_ids)
+        (None, _ask_router(options.router_address(address, config)))
+        if address
+        else _open_engine(directory, config, tokenizer.eos_ids)
     )
     result: dict[str, Any] = {
         "model": directory.name,
@@ -66,7 +71,7 @@ def evaluate(
         "value_kind": value_kind,
     }
     result["mode"] = "router" if address else ("fast" if fast else "exact")
-    for length, count in _parse_cases(cases).items():
+    for length, count in wanted.items():
         drawn = list(make_cases(lambda s: tokenizer.encode(s, add_bos=False), seed, length, count, (value_kind,)))
         right = _count_right(console, ask, tokenizer, directory, drawn, f"recall at {length} tokens")
         result["recall"][str(length)] = right / count
@@ -88,7 +93,7 @@ def _open_engine(directory: Path, config: Config, eos_ids: tuple[int, ...]):
     return engine, ask
 
 
-def _ask_router(address: str, config: Config) -> Ask:
+def _ask_router(address: str) -> Ask:
     import asyncio
 
     from headrace.client import AsyncClient
@@ -165,9 +170,13 @@ def _logged_bits_per_byte(directory: Path) -> float | None:
 def _parse_cases(text: str) -> dict[int, int]:
     try:
         pairs = [part.split(":") for part in text.split(",") if part]
-        return {int(length): int(count) for length, count in pairs}
+        cases = {int(length): int(count) for length, count in pairs}
+        if not cases or min(cases) < SHORTEST or min(cases.values()) < 1:
+            raise ValueError(text)
+        return cases
     except ValueError as error:
-        raise ConfigError(f"--cases {text!r} is not LENGTH:COUNT,...", field="cases") from error
+        wanted = f"LENGTH:COUNT,... with lengths from {SHORTEST} and counts from 1"
+        raise ConfigError(f"--cases {text!r} is not {wanted}", field="cases") from error
 
 
 def _show(result: dict[str, Any]) -> None:

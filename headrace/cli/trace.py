@@ -30,7 +30,7 @@ def trace(
     directory = ring_directory(config)
     spans = telemetry.trace(directory, which)
     if not spans:
-        raise NotFound(f"no trace {which or ''} in {directory}")
+        raise NotFound(f"no trace{f' {which}' if which else ''} in {directory}")
     if as_json:
         print(json.dumps([asdict(span) for span in spans]))
         return

@@ -75,8 +75,9 @@ class EngineParts:
 
 
 def load_configured(directory: str | Path, config: EngineConfig) -> Transformer:
-    """The checkpoint on the device and in the mode of these settings; torch's thread count is set. Raises CheckpointError."""
-    device = torch.device(config.device)
+    """The checkpoint on the device and in the mode of these settings; torch's thread count is set. Raises CheckpointError, and
+    ConfigError for a device that this host does not have."""
+    device = _usable_device(config.device)
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     exact = device.type == "cpu" if config.exact is None else config.exact
@@ -84,6 +85,18 @@ def load_configured(directory: str | Path, config: EngineConfig) -> Transformer:
     transformer.moe_dp_chunk_tokens = config.moe_dp_chunk_tokens
     transformer.moe_activation_chunk_tokens = config.moe_activation_chunk_tokens
     return transformer
+
+
+def _usable_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"engine.device = {name!r} cannot be used on this host: {why}", field="engine.device"
+        ) from error
+    return device
 
 
 @dataclass

@@ -21,6 +21,7 @@ async def main(start: Start) -> None:
     """Loads, warms up, serves, drains."""
     config = start.config
     backend, host = config.transfer.backend, config.mesh.host
+    configuration.check_separate(config)
     configuration.apply_environment(transfer_environment(config.transfer))
     worker = await asyncio.to_thread(open_worker, config)
     worker.engine.start()

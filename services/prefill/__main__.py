@@ -19,6 +19,7 @@ from services.prefill.compose import open_prefiller
 async def main(start: Start) -> None:
     """Loads, serves, drains."""
     config = start.config
+    configuration.check_separate(config)
     configuration.apply_environment(transfer_environment(config.transfer))
     worker = await asyncio.to_thread(open_worker, config)
     worker.engine.start()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from headrace.cli.options import router_address
@@ -21,3 +24,28 @@ def test_what_is_no_address_is_refused_before_it_is_dialled(address):
     with pytest.raises(ConfigError, match="host:port") as caught:
         router_address(address, Config())
     assert caught.value.field == "address"
+
+
+def refused(*words: str) -> str:
+    """What a command says that ends with status 2, the status of a caller's mistake."""
+    run = subprocess.run(
+        [sys.executable, "-m", "headrace.cli.main", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 2 and "Traceback" not in run.stderr, run.stderr
+    return run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("eval", "--cases", "256:-1"), "--cases"),
+        (("eval", "--cases", "8:1"), "--cases"),
+        (("eval", "--value-kind", "runes"), "--value-kind"),
+        (("up", "--set", "transfer.backend=local"), "transfer.backend"),
+        (("up", "--set", "mesh.run_directory=/proc/none"), "mesh.run_directory"),
+        (("trace", "nothing", "--set", "mesh.run_directory=/proc/none"), "no trace nothing"),
+        (("eval", "--cases", "96:1", "--set", "engine.device=pigeon"), "engine.device"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_sentence(words, named):
+    assert named in refused(*words)
