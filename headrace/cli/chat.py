@@ -33,13 +33,18 @@ def chat(
             if not said:
                 return
             turns.append(ChatMessage("user", said))
-            answer = _answer(client, turns, given)
             if message is not None:
+                show(client.stream(turns, **given))
                 return
-            turns.append(ChatMessage("assistant", answer))
+            answer = _answer(client, turns, given)
+            if answer:
+                turns.append(ChatMessage("assistant", answer))
+            else:  # an empty turn would be refused from now on
+                turns.pop()
 
 
 def _answer(client: Client, turns: list[ChatMessage], given: dict[str, object]) -> str:
+    """What was answered; "" when nothing was, with the reason on stderr: the conversation goes on."""
     try:
         return show(client.stream(turns, **given)).text
     except HeadraceError as error:
