@@ -26,6 +26,7 @@ typedef float vec __attribute__((vector_size(32)));
 typedef float vec_u __attribute__((vector_size(32), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(32)));
 typedef uint32_t uvec __attribute__((vector_size(32)));
+typedef uint32_t uvec_u __attribute__((vector_size(32), aligned(2), may_alias));
 typedef uint16_t half_u __attribute__((vector_size(16), aligned(2)));
 
 typedef int64_t i64;
@@ -33,6 +34,13 @@ typedef int64_t i64;
 INLINE vec load(const float *p) { return *(const vec_u *)p; }
 INLINE void store(float *p, vec v) { *(vec_u *)p = v; }
 INLINE vec splat(float x) { return (vec){x, x, x, x, x, x, x, x}; }
+/* One packed row of a panel: columns 0-7, columns 8-15. */
+INLINE void load_panel_f32(const float *p, vec *low, vec *high) { *low = load(p), *high = load(p + LANES); }
+/* In bf16, columns c and c + 8 are neighbours: one load, one shift, one mask. */
+INLINE void load_panel_bf16(const uint16_t *p, vec *low, vec *high) {
+    uvec pairs = *(const uvec_u *)p;
+    *low = (vec)(pairs << 16), *high = (vec)(pairs & 0xffff0000u);
+}
 INLINE vec load_bf16(const uint16_t *p) {
     uvec wide = __builtin_convertvector(*(const half_u *)p, uvec) << 16;
     return (vec)wide;
@@ -62,7 +70,7 @@ INLINE vec exp_vec(vec x) {
 
 /* ---- matrix product: y[m, n] (+)= sum_k x[m, k] * w[n, k] ------------------------------------------------------- */
 
-/* Packed weight: ceil(N / PANEL) panels of [K][PANEL], zero-padded columns; fp32 or bf16. */
+/* Packed weight: ceil(N / PANEL) panels of [K][PANEL], zero-padded columns; fp32, or bf16 in load_panel_bf16's order. */
 
 #define TILE(NAME, TYPE, LOAD)                                                                                        \
     INLINE void NAME(const int mr, const int np, const float *const *x, const TYPE *w, i64 k_size, float *const *y,  \
@@ -72,8 +80,8 @@ INLINE vec exp_vec(vec x) {
             _Pragma("GCC unroll 8") for (int v = 0; v < 2 * np; v++) acc[m][v] = splat(0.0f);                         \
         for (i64 k = 0; k < k_size; k++) {                                                                            \
             vec b[8];                                                                                                 \
-            _Pragma("GCC unroll 8") for (int v = 0; v < 2 * np; v++)                                                  \
-                b[v] = LOAD(w + (v / 2) * k_size * PANEL + k * PANEL + (v % 2) * LANES);                              \
+            _Pragma("GCC unroll 8") for (int p = 0; p < np; p++)                                                      \
+                LOAD(w + (p * k_size + k) * PANEL, &b[2 * p], &b[2 * p + 1]);                                         \
             _Pragma("GCC unroll 8") for (int m = 0; m < mr; m++) {                                                    \
                 vec a = splat(x[m][k]);                                                                               \
                 _Pragma("GCC unroll 8") for (int v = 0; v < 2 * np; v++) acc[m][v] += a * b[v];                       \
@@ -114,32 +122,15 @@ INLINE vec exp_vec(vec x) {
         }                                                                                                             \
     }
 
-TILE(tile_f32, float, load)
-TILE(tile_bf16, uint16_t, load_bf16)
+TILE(tile_f32, float, load_panel_f32)
+TILE(tile_bf16, uint16_t, load_panel_bf16)
 
-/* A buffer of this thread that only grows; NULL when memory ran out. */
-static float *panel_buffer(i64 floats) {
-    static _Thread_local float *buffer;
-    static _Thread_local i64 size;
-    if (floats > size) {
-        free(buffer);
-        buffer = aligned_alloc(64, (size_t)(floats * sizeof(float) + 63) / 64 * 64);
-        size = buffer ? floats : 0;
-    }
-    return buffer;
-}
-
-/* Rows m0..m1 against panels p0..p1. Panels outside, rows inside: a panel stays in L1 while the block's rows pass, and
- * a bf16 panel that serves several tiles is widened once. */
+/* Rows m0..m1 against panels p0..p1. Panels outside, rows inside: a panel stays in L1 while the block's rows pass. */
 static void product(const float *x, i64 x_stride, const void *w, int bf16, i64 k_size, float *y, i64 y_stride,
                     i64 n_size, i64 m0, i64 m1, i64 p0, i64 p1, int add) {
     i64 tiles = (m1 - m0 + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     i64 group = m1 - m0 <= 3 ? p1 - p0 : 1;
-    float *wide = bf16 && tiles > 2 ? panel_buffer(k_size * PANEL) : NULL;
-    for (i64 p = p0; p < p1; p += group) {
-        if (wide)
-            for (i64 i = 0; i < k_size * PANEL; i += LANES)
-                store(wide + i, load_bf16((const uint16_t *)w + p * k_size * PANEL + i));
+    for (i64 p = p0; p < p1; p += group)
         for (i64 t = 0, m = m0; t < tiles; t++) {
             int mr = (int)((m1 - m) / (tiles - t));
             const float *xs[ROWS_AT_ONCE];
@@ -148,12 +139,10 @@ static void product(const float *x, i64 x_stride, const void *w, int bf16, i64 k
                 xs[i] = x + (m + (i < mr ? i : 0)) * x_stride;
                 ys[i] = y + (m + (i < mr ? i : 0)) * y_stride;
             }
-            if (wide) tile_f32_rows(mr, xs, wide - p * k_size * PANEL, k_size, ys, n_size, p, p + 1, add);
-            else if (bf16) tile_bf16_rows(mr, xs, w, k_size, ys, n_size, p, p + group, add);
+            if (bf16) tile_bf16_rows(mr, xs, w, k_size, ys, n_size, p, p + group, add);
             else tile_f32_rows(mr, xs, w, k_size, ys, n_size, p, p + group, add);
             m += mr;
         }
-    }
 }
 
 void hr_pack(const float *w, i64 n_size, i64 k_size, void *packed, int bf16) {
@@ -166,6 +155,7 @@ void hr_pack(const float *w, i64 n_size, i64 k_size, void *packed, int bf16) {
                 if (bf16) {
                     uint32_t bits;
                     memcpy(&bits, &value, 4);
+                    at += c < LANES ? c : c - PANEL + 1; /* c -> 2 c, c + 8 -> 2 c + 1 */
                     ((uint16_t *)packed)[at] = (uint16_t)(bits >> 16); /* the caller saw that nothing is lost */
                 } else {
                     ((float *)packed)[at] = value;
@@ -274,17 +264,25 @@ void hr_experts(const float *x, i64 x_stride, i64 m_size, i64 hidden, i64 inner,
 
 /* ---- norm, rope, gate -------------------------------------------------------------------------------------------- */
 
+INLINE void norm_row(const float *row, const float *gain, float *out, i64 width, float eps) {
+    vec sum = splat(0.0f);
+    for (i64 i = 0; i < width; i += LANES) sum += load(row + i) * load(row + i);
+    float total = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
+    vec scale = splat(1.0f / sqrtf(total / (float)width + eps));
+    for (i64 i = 0; i < width; i += LANES) store(out + i, load(row + i) * scale * load(gain + i));
+}
+
 /* y = x / sqrt(mean(x^2) + eps) * gain; width a multiple of LANES. In place is fine. */
 void hr_rms_norm(const float *x, i64 x_stride, const float *gain, float *y, i64 y_stride, i64 m_size, i64 width,
                  float eps) {
-    for (i64 m = 0; m < m_size; m++) {
-        const float *row = x + m * x_stride;
-        float *out = y + m * y_stride;
-        vec sum = splat(0.0f);
-        for (i64 i = 0; i < width; i += LANES) sum += load(row + i) * load(row + i);
-        float total = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
-        vec scale = splat(1.0f / sqrtf(total / (float)width + eps));
-        for (i64 i = 0; i < width; i += LANES) store(out + i, load(row + i) * scale * load(gain + i));
+    for (i64 m = 0; m < m_size; m++) norm_row(x + m * x_stride, gain, y + m * y_stride, width, eps);
+}
+
+static void rotate(float *row, i64 dim, const float *c, const float *s) {
+    for (i64 i = 0; i < dim / 2; i++) {
+        float even = row[2 * i], odd = row[2 * i + 1];
+        row[2 * i] = even * c[i] - odd * s[i];
+        row[2 * i + 1] = even * s[i] + odd * c[i];
     }
 }
 
@@ -292,15 +290,37 @@ void hr_rms_norm(const float *x, i64 x_stride, const float *gain, float *y, i64 
 void hr_rope(float *x, i64 token_stride, i64 head_stride, i64 tokens, i64 heads, i64 dim, const float *cosine,
              const float *sine) {
     for (i64 t = 0; t < tokens; t++)
-        for (i64 h = 0; h < heads; h++) {
-            float *row = x + t * token_stride + h * head_stride;
-            const float *c = cosine + t * (dim / 2), *s = sine + t * (dim / 2);
-            for (i64 i = 0; i < dim / 2; i++) {
-                float even = row[2 * i], odd = row[2 * i + 1];
-                row[2 * i] = even * c[i] - odd * s[i];
-                row[2 * i + 1] = even * s[i] + odd * c[i];
-            }
+        for (i64 h = 0; h < heads; h++)
+            rotate(x + t * token_stride + h * head_stride, dim, cosine + t * (dim / 2), sine + t * (dim / 2));
+}
+
+INLINE uint16_t to_bf16(float x) { /* nearest, ties to even; NaN stays NaN */
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if (x != x) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* Norm each row's latent, rotate its rope part and those of its token's queries, all in place; then store the row in
+ * its slot (< 0: padding, not stored). q [tokens, heads, head_dim], rows [tokens, latent + rope], pool slots of row. */
+void hr_store_rows(float *q, i64 q_token, i64 heads, i64 head_dim, float *rows, i64 row_stride, i64 tokens, i64 latent,
+                   i64 rope, const float *gain, float eps, const float *cosine, const float *sine, void *pool, int bf16,
+                   const i64 *slots) {
+    i64 dim = latent + rope;
+    for (i64 t = 0; t < tokens; t++) {
+        const float *c = cosine + t * (rope / 2), *s = sine + t * (rope / 2);
+        float *row = rows + t * row_stride;
+        for (i64 h = 0; h < heads; h++) rotate(q + t * q_token + (h + 1) * head_dim - rope, rope, c, s);
+        norm_row(row, gain, row, latent, eps);
+        rotate(row + latent, rope, c, s);
+        if (slots[t] < 0) continue;
+        if (bf16) {
+            uint16_t *to = (uint16_t *)pool + slots[t] * dim;
+            for (i64 d = 0; d < dim; d++) to[d] = to_bf16(row[d]);
+        } else {
+            memcpy((float *)pool + slots[t] * dim, row, dim * sizeof(float));
         }
+    }
 }
 
 /* logits [tokens, stride], stride a multiple of LANES >= experts, overwritten with scores. bias [experts].

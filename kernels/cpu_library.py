@@ -30,6 +30,7 @@ _SIGNATURES = {
     "hr_experts": "pllllllppppiplipppi",
     "hr_rms_norm": "plpplllf",
     "hr_rope": "plllllpp",
+    "hr_store_rows": "plllpllllpfpppip",
     "hr_gate": "plllplllifppp",
     "hr_attend": "pllllpilplppllfpli",
 }

@@ -147,7 +147,11 @@ class PackedFfn:
 
 
 def _widened(packed: Packed) -> Packed:
-    return packed._replace(data=packed.data.float(), bf16=False)
+    """bf16 panels keep columns c and c + 8 side by side (cpu.c), fp32 panels keep them in order."""
+    if not packed.bf16:
+        return packed
+    data = packed.data.float().unflatten(-1, (LANES, 2)).transpose(-1, -2).flatten(-2)
+    return packed._replace(data=data, bf16=False)
 
 
 def _grouped_mm() -> Any:

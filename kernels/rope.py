@@ -23,7 +23,7 @@ def reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     x.copy_(rotated.flatten(-2))
 
 
-def _complex(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """One complex multiplication: an eager step is paid by the op on small batches."""
     if x.dtype != torch.float32 or any(stride % 2 for stride in x.stride()[:-1]) or x.storage_offset() % 2:
         return reference(x, cos, sin)
@@ -41,6 +41,6 @@ def _c(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 
 BACKENDS = (
     Backend("c", _c, why_not=cpu_library.why_not),
-    Backend("torch", _complex),
+    Backend("torch", rotate),
     Backend("reference", reference),
 )

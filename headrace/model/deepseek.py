@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from headrace.cache.latent import LatentPool
 from headrace.model import rope as rope_angles
 from headrace.model.config import ModelConfig
-from kernels import cpu_library, expert_ffn, gate, latent_store, linear, mla_decode, mla_prefill, rms_norm, rope
+from kernels import cpu_library, expert_ffn, gate, latent_store, linear, mla_decode, mla_prefill, rms_norm
 from kernels.linear import Prepared
 from kernels.select import Backend, BackendUnavailable, choose
 
@@ -94,8 +94,7 @@ class Kernels:
 
         self.linear = pick(linear)
         self.norm = pick(rms_norm)
-        self.rotate = pick(rope)
-        self.store = pick(latent_store, "torch")
+        self.store = pick(latent_store)
         self.gate = pick(gate)
         self.ffn = pick(expert_ffn, None if self.family == "torch" else "c", self._ffn_backends())
         self.decode = pick(mla_decode, absorbed if exact else self.family)
@@ -143,8 +142,8 @@ class Attention:
         self.padded_heads = -(-self.heads // self.kernels.row_multiple) * self.kernels.row_multiple
         self.scale = config.softmax_scale
 
-    def project(self, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """[t, hidden] -> q [t, h, n + r] with its rope part rotated, rows [t, c + r]."""
+    def project(self, x: torch.Tensor, pool: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """[t, hidden] -> q [t, h, n + r] with its rope part rotated, rows [t, c + r]; the rows are in the pool too."""
         config, kernels = self.config, self.kernels
         packed = kernels.linear.run(x, self.qkv_a)
         rows = packed[:, -config.row_dim :]
@@ -152,10 +151,7 @@ class Attention:
         if self.q_b is not None:
             q = kernels.linear.run(kernels.norm(q, self.q_norm, INNER_NORM_EPS), self.q_b)
         q = q.view(len(x), self.heads, config.qk_head_dim)
-        latent = rows[:, : self.latent]
-        kernels.norm(latent, self.kv_norm, INNER_NORM_EPS, out=latent)
-        kernels.rotate(rows[:, None, self.latent :], step.cos, step.sin)
-        kernels.rotate(q[..., self.nope :], step.cos, step.sin)
+        kernels.store(q, rows, self.kv_norm, INNER_NORM_EPS, step.cos, step.sin, pool, step.store)
         return q, rows
 
     def attend(self, q: torch.Tensor, rows: torch.Tensor, pool: torch.Tensor, step: Step) -> torch.Tensor:
@@ -256,9 +252,7 @@ class Block:
 
     def store(self, x: torch.Tensor, pool: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Project, and put every new row of this layer into the pool."""
-        q, rows = self.attention.project(self.kernels.norm(x, self.attention_norm, self.eps), step)
-        self.kernels.store(pool, rows, step.store)
-        return q, rows
+        return self.attention.project(self.kernels.norm(x, self.attention_norm, self.eps), pool, step)
 
     def finish(
         self, x: torch.Tensor, q: torch.Tensor, rows: torch.Tensor, pool: torch.Tensor, step: Step

@@ -126,13 +126,29 @@ def test_rope_rotates_interleaved_pairs_in_place(op, dim):
 
 @pytest.mark.parametrize("op", backends(latent_store))
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
-def test_latent_store_writes_each_row_to_its_slot_and_skips_padding(op, pool_dtype):
-    rows = draw(6, 30)[:, 5:25]
+def test_rows_are_finished_and_stored_in_their_slots_and_padding_is_skipped(op, pool_dtype):
+    gain, angles = 1 + 0.1 * draw(16), draw(6, 2, seed=1)
     for slots in ([], [-1, -1], [9], [-1, 3, 14, 0, -1, 7], [5, 4, 3, 2, 1, 0]):
-        got, want = (torch.full((5, 3, 20), 9.0, dtype=pool_dtype) for _ in range(2))
-        plan = latent_store.plan(torch.tensor(slots, dtype=torch.int64))
-        op(got, rows[: len(slots)], plan)
-        latent_store.reference(want, rows[: len(slots)], plan)
-        assert torch.equal(got, want)
+        plan, count, results = latent_store.plan(torch.tensor(slots, dtype=torch.int64)), len(slots), []
+        for one in (op, latent_store.reference):
+            q, rows = draw(6, 3, 12)[:count], draw(6, 30)[:count, 5:25]
+            pool = torch.full((5, 3, 20), 9.0, dtype=pool_dtype)
+            one(q, rows, gain, 1e-6, angles[:count].cos(), angles[:count].sin(), pool, plan)
+            results.append((q, rows, pool))
+        for got, want, bound in zip(*results, (1e-6, 2e-6, 2e-6 if pool_dtype == torch.float32 else 0.02), strict=True):
+            assert_near(got.float(), want.float(), bound)
+        q, rows, pool = results[0]
         untouched = [slot for slot in range(15) if slot not in slots]
-        assert (got.view(15, 20)[untouched] == 9).all()
+        assert (pool.view(15, 20)[untouched] == 9).all()
+        for token, slot in enumerate(slots):
+            assert slot < 0 or torch.equal(pool.view(15, 20)[slot], rows[token].to(pool_dtype)), "rounding is torch's"
+
+
+@pytest.mark.parametrize("op", backends(latent_store))
+def test_nan_and_infinity_survive_the_cast_to_bf16(op):
+    rows, pool = draw(2, 16), torch.zeros(1, 2, 16, dtype=torch.bfloat16)
+    rows[0, 3], rows[1, 9] = float("nan"), float("inf")
+    plan = latent_store.plan(torch.tensor([1, 0]))
+    op(draw(2, 1, 8), rows, torch.ones(8), 1e-6, torch.ones(2, 4), torch.zeros(2, 4), pool, plan)
+    assert pool[0, 1, :8].isnan().all() and not pool[0, 1, 8:].isnan().any()
+    assert pool[0, 0, 8:].isinf().tolist() == [False, True] + [False] * 6
