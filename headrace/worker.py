@@ -91,7 +91,12 @@ def open_worker(
     """Loads the model and makes its pool; blocks for seconds. A second worker of one process shares `engine` and
     `transformer` and gets a pool of its own. Raises ConfigError and CheckpointError."""
     transformer = transformer or load_model(config)
-    parts = EngineParts.over(transformer, config.engine, max_context_tokens=config.model.max_context_tokens)
+    try:
+        parts = EngineParts.over(transformer, config.engine, max_context_tokens=config.model.max_context_tokens)
+    except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError when memory is short, on any device
+        why = str(error).partition("\n")[0]
+        text = f"engine.num_blocks = {config.engine.num_blocks}: no pool of that size can be made: {why}"
+        raise ConfigError(text, field="engine.num_blocks") from error
     model, latent = transformer.config, parts.pool
     directory = configuration.model_directory(config)
     layout = KvLayout(
