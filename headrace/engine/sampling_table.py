@@ -7,6 +7,7 @@ for needs nobody has.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,6 +18,8 @@ from headrace.protocol import SamplingParams
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy."""
+SMALLEST_REPETITION = 0.01
+"""A smaller penalty would lift logits beyond float32."""
 
 
 class Need(enum.IntFlag):
@@ -93,7 +96,9 @@ class SamplingTable:
         prompt_ids: Sequence[int],
         output_ids: Sequence[int],
     ) -> None:
-        """Fills a row. Raises InvalidRequest, naming the field, for what no vocabulary of this size can do."""
+        """Fills a row. Raises InvalidRequest, naming the field, for what no vocabulary of this size can do, and for numbers that
+        would make logits infinite: one such row must not end the step of its neighbours."""
+        _check_finite(sampling)
         if row >= len(self.needs):
             self._grow(row + 1)
         self.clear(row)
@@ -103,7 +108,10 @@ class SamplingTable:
         if Need.MIN_TOKENS in needs:
             self.end_ids[row] = self._end_ids(sampling)
         if Need.PENALTY in needs:
-            self.token_counts[row] = TokenCounts(prompt_ids, output_ids)
+            counts = TokenCounts(prompt_ids, output_ids)
+            if counts.ids.min(initial=0) < 0 or counts.ids.max(initial=0) >= self.vocab_size:
+                raise InvalidRequest(f"a token outside 0..{self.vocab_size - 1}", field="prompt_token_ids")
+            self.token_counts[row] = counts
         self.temperature[row] = sampling.temperature
         self.top_k[row] = sampling.top_k if 0 < sampling.top_k < self.vocab_size else 0
         self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
@@ -162,6 +170,19 @@ class SamplingTable:
                 longer = np.zeros(max(size, 2 * len(column)), column.dtype)
                 longer[: len(column)] = column
                 setattr(self, name, longer)
+
+
+def _check_finite(sampling: SamplingParams) -> None:
+    if not sampling.repetition_penalty >= SMALLEST_REPETITION:
+        raise InvalidRequest(
+            f"repetition_penalty = {sampling.repetition_penalty}; at least {SMALLEST_REPETITION}",
+            field="sampling.repetition_penalty",
+        )
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        if not math.isfinite(getattr(sampling, name)):
+            raise InvalidRequest(f"{name} = {getattr(sampling, name)}", field=f"sampling.{name}")
+    if not all(math.isfinite(value) for _, value in sampling.logit_bias):
+        raise InvalidRequest("logit_bias holds a value that is not finite", field="sampling.logit_bias")
 
 
 def _signed(value: int) -> np.ndarray:

@@ -291,3 +291,27 @@ def test_ignored_end_of_text_still_ends_at_a_stop_id():
     params = SamplingParams(max_tokens=10, eos_token_ids=(1,), stop_token_ids=(7,), ignore_eos=True)
     assert finish_reason(1, params, 0, 5, 64) is FinishReason.NONE
     assert finish_reason(7, params, 0, 5, 64) is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("repetition_penalty", (0.0, 1e-300, -1.0, float("nan"), float("inf"))),
+        ("temperature", (float("nan"), float("inf"))),
+        ("top_p", (float("nan"),)),
+        ("frequency_penalty", (float("inf"),)),
+        ("logit_bias", (((1, float("nan")),), ((1, float("inf")),))),
+    ],
+)
+def test_numbers_that_would_make_logits_infinite_are_refused_before_they_join_a_batch(field, values):
+    for value in values:
+        table = SamplingTable(32)
+        with pytest.raises(InvalidRequest) as caught:
+            table.put(0, SamplingParams(**{field: value}), 0, [1], [2])
+        assert caught.value.field == f"sampling.{field}"
+        assert table.needs[0] == 0
+
+
+def test_a_token_that_is_not_in_the_vocabulary_cannot_reach_a_neighbours_logits():
+    with pytest.raises(InvalidRequest):
+        SamplingTable(32).put(0, SamplingParams(presence_penalty=1.0), 0, [1, 32], [2])
