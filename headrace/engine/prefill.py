@@ -17,7 +17,7 @@ import torch
 from headrace.engine.request import PrefillJob, finish_reason
 from headrace.engine.runner import Runner, plan_prefill
 from headrace.engine.sampler import SamplingTable
-from headrace.errors import Cancelled
+from headrace.errors import Cancelled, InvalidRequest
 from headrace.model.deepseek import ForwardBatch
 from headrace.protocol import FinishReason, FirstToken
 
@@ -65,7 +65,12 @@ class PrefillBatcher:
         return len(self._running)
 
     def add(self, job: PrefillJob) -> None:
-        """Queues a job and says so to the engine thread."""
+        """Queues a job and says so to the engine thread. Raises InvalidRequest for a token that the model does not have: its
+        forward would fail, and with it its neighbours'."""
+        vocab_size = self.runner.sampler.vocab_size
+        for sequence in job.sequences:
+            if min(sequence.token_ids) < 0 or max(sequence.token_ids) >= vocab_size:
+                raise InvalidRequest(f"prompt_token_ids: must be 0 to {vocab_size - 1}", field="prompt_token_ids")
         with self._lock:
             self._queue.append(job)
             self.queued_tokens += job.num_computed

@@ -235,8 +235,8 @@ class Prefiller:
                 stack.enter_context(_cancelling(self._tasks.create_task(self._keep_renewed(leg))))
             cached = await self._take_blocks(leg)
             job, tokens_ready = self._job(leg, cached)
-            leg.was_queued = True
             self._batcher.add(job)
+            leg.was_queued = True
             tokens = await tokens_ready
             self._report.forward(leg, parent, cached)
             self._report.queue(self._queued_tokens)

@@ -66,6 +66,15 @@ def test_whole_prompts_run_first_come_first_served_within_the_budget():
     assert all(one.heard == EVERYTHING for one in jobs)
 
 
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_a_prompt_with_a_token_the_model_does_not_have_is_never_queued(token):
+    parts = toy_parts()
+    batcher = PrefillBatcher(parts.runner, max_batch_tokens=20)
+    with pytest.raises(InvalidRequest) as caught:
+        batcher.add(Recorded(parts, "bad", [1, token, 2]).job)
+    assert caught.value.field == "prompt_token_ids" and not batcher.has_work()
+
+
 def test_a_queued_job_is_forgotten_and_a_running_one_stops_hearing_of_layers():
     parts = toy_parts()
     batcher = PrefillBatcher(parts.runner, 100)

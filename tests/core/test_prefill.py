@@ -570,6 +570,22 @@ def test_a_decode_rank_that_is_silent_at_commit_costs_the_attempt_and_not_the_re
     asyncio.run(scenario())
 
 
+def test_a_prompt_that_the_engine_refuses_holds_nothing():
+    async def scenario():
+        bench = Bench(prefix_cache=False)
+
+        def refuse(job):
+            raise InvalidRequest("prompt_token_ids: must be 0 to 8191", field="prompt_token_ids")
+
+        bench.batcher.add = refuse
+        async with bench.open() as core:
+            events = await asyncio.wait_for(collect(core, command(6)), 5)
+            assert (events[-1].reason, events[-1].retryable) == ("INVALID_REQUEST", False)
+            await bench.settled(core)
+
+    asyncio.run(scenario())
+
+
 def test_a_forward_that_failed_may_be_tried_elsewhere():
     async def scenario():
         bench = Bench(prefix_cache=False)
