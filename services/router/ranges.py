@@ -30,7 +30,7 @@ def check_sampling(given: dict[str, object], vocabulary_size: int) -> None:
             need(low <= given[name] <= high, f"sampling.{name}", f"= {given[name]} must be {low} to {high}")  # type: ignore[operator]
     _check_open_range(given, "top_p", lambda x: 0.0 < x <= 1.0, "(0, 1]")
     _check_open_range(given, "min_p", lambda x: 0.0 <= x < 1.0, "[0, 1)")
-    _check_open_range(given, "repetition_penalty", lambda x: 0.0 < x <= 10.0, "(0, 10]")
+    _check_open_range(given, "repetition_penalty", lambda x: 0.01 <= x <= 10.0, "[0.01, 10]")
     _check_lists(given, vocabulary_size)
 
 

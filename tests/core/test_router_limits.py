@@ -46,6 +46,7 @@ BAD = [
     (command(min_p=-0.1), "sampling.min_p"),
     (command(repetition_penalty=0.0), "sampling.repetition_penalty"),
     (command(repetition_penalty=10.5), "sampling.repetition_penalty"),
+    (command(repetition_penalty=1e-300), "sampling.repetition_penalty"),
     (command(presence_penalty=2.1), "sampling.presence_penalty"),
     (command(frequency_penalty=-2.1), "sampling.frequency_penalty"),
     (command(n=17), "sampling.n"),
