@@ -474,6 +474,8 @@ class Decoder:
         """Tells the router at once that an attempt is lost here."""
         stream = self._streams.find(request.command.router.epoch)
         if stream is not None:
+            for record in self._outputs.take_gathered(request.engine_handle):
+                stream.add_record(record)
             for sample in self._outputs.samples(request.engine_handle) or request.command.sample_indices:
                 stream.add_end(SampleEnd(request.command.handle, sample, FinishReason.NONE, reason))
             stream.flush()

@@ -19,7 +19,7 @@ import numpy as np
 from headrace import logs, telemetry
 from headrace.clock import Clock
 from headrace.engine.request import DecodeSequence, SampledToken
-from headrace.protocol import FinishReason, ReserveCommand, SampleEnd, Stage
+from headrace.protocol import FinishReason, ReserveCommand, SampleEnd, Stage, TokenRecord
 from services.decode.streams import RouterStream, SampleOutput, TokenStreams
 
 log = logs.get(__name__)
@@ -130,6 +130,12 @@ class Outputs:
         """Samples of a handle that step; empty when it does not run."""
         request = self._running.get(handle)
         return set(request.samples) if request is not None else set()
+
+    def take_gathered(self, handle: int) -> list[TokenRecord]:
+        """Tokens that wait for their interval; sent before an error, so that the next attempt need not compute them."""
+        request = self._running.get(handle)
+        outputs = request.samples.values() if request is not None else ()
+        return [record for output in outputs if (record := output.take()).token_ids]
 
     def drop(self, handle: int, sample_index: int | None = None) -> bool:
         """Ignores what still comes for a handle, or one sample of it. False when it was not expected."""

@@ -914,6 +914,19 @@ def test_every_stage_of_a_request_is_a_span_of_its_callers_trace(tmp_path):
 
 
 @run
+async def test_tokens_that_wait_for_their_interval_are_sent_before_a_lost_attempt_is_told():
+    async with decode_rank() as rank:
+        await rank.start(max_tokens=20, stream_interval=8)
+        await rank.step(3)
+        assert not rank.records()
+        rank.engine.on_failure([entry[0] for entry in rank.engine.batch.values()], RuntimeError("no"))
+        await until(lambda: rank.ends())
+        assert [len(record.token_ids) for record in rank.records()] == [3]
+        assert rank.ends()[0].error_reason == "ENGINE_FAILED"
+        await rank.all_free()
+
+
+@run
 async def test_a_failed_step_ends_what_it_lost_and_nothing_else():
     async with decode_rank() as rank:
         lost, _ = await rank.start("lost")
