@@ -21,6 +21,9 @@ from services.prefill.leg import Leg
 
 log = logging.getLogger(__name__)
 
+FLIP_WAIT_S = 30.0
+"""How long a byte that is to be flipped waits for the forward; longer than any."""
+
 
 class Source(Protocol):
     """Moves rows out of this rank's pool."""
@@ -110,10 +113,11 @@ class Pusher:
             return
         checksum = self._rows.checksum(layer, blocks, first_row, num_rows)
         runs = plan_runs(blocks, owed.block_ids, first_row, num_rows, self._block_size)
-        written = self._write(leg, layer, runs, blocks[first_row // self._block_size], first_row % self._block_size)
+        last_row = first_row + num_rows - 1
+        written = self._write(leg, layer, runs, blocks[last_row // self._block_size], last_row % self._block_size)
         leg.record(index, layer, LayerManifest(num_rows, checksum), written)
 
-    def _write(self, leg: Leg, layer: int, runs: Sequence[RowRun], first_block: int, first_offset: int) -> int:
+    def _write(self, leg: Leg, layer: int, runs: Sequence[RowRun], last_block: int, last_offset: int) -> int:
         def push() -> int:
             return self._source.push(leg.reservation.target, layer, runs)
 
@@ -122,7 +126,17 @@ class Pusher:
         )
         if fault is None:
             return push()
-        return _faulty_push(fault, push, lambda: self._rows.flip_byte(layer, first_block, first_offset))
+        if fault.kind == "flip":
+            _wait_computed(leg)
+        return _faulty_push(fault, push, lambda: self._rows.flip_byte(layer, last_block, last_offset))
+
+
+def _wait_computed(leg: Leg) -> None:
+    """Until this leg's forward has read its rows for the last time: a byte flipped before would change its tokens, and through
+    the later layers' rows those of everyone who finds its prefix here. The last row is in no cached block."""
+    end = time.monotonic() + FLIP_WAIT_S
+    while not leg.computed.is_set() and time.monotonic() < end:
+        time.sleep(0.001)
 
 
 def _faulty_push(fault, push: Callable[[], int], flip: Callable[[], None]) -> int:

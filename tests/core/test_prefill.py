@@ -100,13 +100,13 @@ class Rows:
     """Checksums that say what was asked."""
 
     def __init__(self):
-        self.flipped = 0
+        self.flips = []
 
     def checksum(self, layer, blocks, first_row, num_rows):
         return layer * 1000 + first_row * 100 + num_rows
 
     def flip_byte(self, layer, block, offset):
-        self.flipped += 1
+        self.flips.append((layer, block, offset))
 
 
 class Decode:
@@ -510,7 +510,32 @@ def test_faults_on_the_push_do_what_they_say(rule, pushed_layers, flips):
         async with bench.open() as core:
             await attempt(bench, core, command(6))
             assert [layer for layer, _ in bench.source.pushes] == pushed_layers
-            assert bench.rows.flipped == flips
+            assert len(bench.rows.flips) == flips
+            await bench.settled(core)
+
+    asyncio.run(scenario())
+
+
+def test_a_byte_is_flipped_where_no_forward_reads_it_any_more():
+    """In the last row, which no prefix shares, once the forward is done; and flipped back."""
+
+    async def scenario():
+        bench = Bench(prefix_cache=False)
+        bench.faults = Faults.parse(["prefill.push:flip layer=0"])
+        async with bench.open() as core:
+            waiting = asyncio.create_task(collect(core, command(6)))
+            while not bench.batcher.jobs:
+                await asyncio.sleep(0.005)
+            job = bench.batcher.jobs.pop(0)
+            job.on_start()
+            job.on_layer(0)
+            await asyncio.sleep(0.05)
+            assert bench.rows.flips == [] == bench.source.pushes
+            job.on_layer(1)
+            job.on_tokens([FirstToken(0, 0, 70)])
+            await asyncio.wait_for(waiting, 5)
+            assert bench.rows.flips == [(0, job.sequences[0].block_table[1], 5 % BLOCK)] * 2
+            assert [layer for layer, _ in bench.source.pushes] == [0, 1]
             await bench.settled(core)
 
     asyncio.run(scenario())
