@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from headrace.client import Answer, AsyncClient
 from headrace.errors import HeadraceError
 
-GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
+GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0, "ignore_eos": True, "logprobs": 0}
+"""With log-probabilities: in exact mode they tell of a row that is wrong even where the likeliest token stays the same."""
 
 
 def ids(length: int, salt: int = 0) -> list[int]:
@@ -18,10 +19,10 @@ def ids(length: int, salt: int = 0) -> list[int]:
 
 
 def assert_equal(ours: Answer, oracle: Answer) -> None:
-    """Two answers to the same request agree in tokens, text and ends."""
-    mine = [(x.token_ids, x.text, x.finish_reason, x.matched_stop) for x in ours.samples]
-    theirs = [(x.token_ids, x.text, x.finish_reason, x.matched_stop) for x in oracle.samples]
-    assert mine == theirs
+    """Two answers to the same request agree in tokens, log-probabilities, text and ends."""
+    mine = [(x.token_ids, x.text, x.finish_reason, x.matched_stop, x.logprobs) for x in ours.samples]
+    theirs = [(x.token_ids, x.text, x.finish_reason, x.matched_stop, x.logprobs) for x in oracle.samples]
+    assert mine == theirs, f"\nours    {mine}\noracle's {theirs}"
 
 
 async def until(holds: Callable[[], Awaitable[bool]], what: str, timeout_s: float = 20.0) -> None:

@@ -1,4 +1,4 @@
-"""Requests that end early: cancelled in every state, at once, by their deadline, while rows are under way; and none that suffers.
+"""Requests that end early: cancelled in every state, at once, by their deadline; and many that do not.
 
 Each state of C1 is held open by a fault rule that names its requests by their ids.
 """
@@ -16,15 +16,12 @@ from scenario import GREEDY, Asked, assert_equal, ids, until
 
 from headrace.errors import DeadlineExceeded
 
-POOL_BLOCKS, BLOCK = 160, 16
 RULES = (
     "prefill.forward:slow seconds=1.0 times=0 request_id=blocker-*",
     "prefill.forward:slow seconds=0.25 times=0 request_id=prefilling-*",
     "prefill.push:delay seconds=0.15 times=0 request_id=pushing-*",
     "prefill.commit:delay seconds=1.0 times=0 request_id=pushed-*",
     "decode.commit:delay seconds=0.9 times=0 request_id=committing-*",
-    "prefill.push:delay seconds=0.1 times=0 request_id=slow-push-*",
-    "prefill.push:hang seconds=4 times=0 layer=2 request_id=hung-push-*",
 )
 
 pytestmark = pytest.mark.timeout(900)
@@ -35,7 +32,7 @@ def holding(start_mesh):
     """A mesh with a small pool and a short queue before prefill, whose rules hold requests in each state."""
     with start_mesh(
         f"faults={';'.join(RULES)}",
-        f"engine.num_blocks={POOL_BLOCKS}",
+        "engine.num_blocks=160",
         "router.reserve_ahead_tokens=64",
         "decode.quarantine_max_s=1.5",
     ) as mesh:
@@ -201,36 +198,6 @@ def test_a_deadline_ends_a_long_generation_in_time_and_frees_everything(holding)
     times = asyncio.run(scenario())
     assert times[0] >= 0.19 and abs(times[len(times) // 2] - 0.2) <= 0.15, times
     assert times[-1] <= 1.0, times
-
-
-@pytest.mark.parametrize(("kind", "times"), [("slow-push", 6), ("hung-push", 2)])
-def test_rows_under_way_when_their_request_is_aborted_never_land_in_the_next_owners_blocks(
-    holding, aggregated, kind, times
-):
-    """The aborted request holds most of decode's pool, so that the next one must take its blocks."""
-
-    async def scenario(round_: int, prompt: list[int]):
-        async with holding.client() as client:
-            aborted = Asked(
-                client, ids(120 + 50 * round_, 50 + round_), request_id=f"{kind}-{round_}", max_tokens=1500, **GREEDY
-            )
-            await aborted.wait_tokens(1)
-            await asyncio.sleep(0.05 * round_)
-            held = (await holding.ledgers()).decode.blocks.held
-            assert POOL_BLOCKS - held < -(-(len(prompt) + 12) // BLOCK), "the next request could do without its blocks"
-            await aborted.cancel()
-            answer = await client.generate(prompt, max_tokens=12, **GREEDY)
-        await holding.wait_idle(5.0)
-        return answer
-
-    before = asyncio.run(holding.ledgers()).decode.fences
-    for round_ in range(times):
-        prompt = ids(1000 + 16 * round_, 70 + round_)
-        ours = asyncio.run(scenario(round_, prompt))
-        assert ours.final.usage.attempts == 1 or kind == "hung-push"
-        assert_equal(ours, aggregated.ask(prompt, max_tokens=12, **GREEDY))
-    fences = asyncio.run(holding.ledgers()).decode.fences - before
-    assert fences == (times if kind == "hung-push" else 0)
 
 
 def test_thirty_two_streams_at_once_give_the_oracles_tokens(mesh, aggregated, full):

@@ -21,6 +21,7 @@ from headrace.errors import HeadraceError, StaleEpoch
 from headrace.protocol import PrefillCommand, ReserveCommand, SamplingParams, WorkerIdentity
 
 QUARANTINE_S = 2.0
+POOL_BLOCKS = 96
 RULES = (
     # D7: what arrives is wrong once, or in all of the first attempt.
     "prefill.push:flip layer=3 request_id=flip times=1",
@@ -35,6 +36,9 @@ RULES = (
     "prefill.commit:fail attempt=1 request_id=fail-handover times=0",
     "decode.reserve:fail attempt=1 request_id=fail-reserve times=0",
     "decode.commit:fail attempt=1 request_id=fail-commit times=0",
+    # C4: one layer is under way when its request is aborted, for less and for longer than decode waits for a writer.
+    "prefill.push:delay layer=3 seconds=1.0 request_id=aborted-slow* times=0",
+    "prefill.push:hang layer=3 seconds=2.9 request_id=aborted-hung* times=0",
     # D1, D6: phases held open in the first attempt.
     "prefill.forward:slow seconds=20 attempt=1 request_id=hold-forward* times=0",
     "prefill.push:delay seconds=0.5 attempt=1 request_id=hold-push* times=0",
@@ -51,7 +55,7 @@ def broken(start_mesh):
     with start_mesh(
         f"faults={';'.join(RULES)}",
         "mesh.prefill_ranks=2",
-        "engine.num_blocks=512",
+        f"engine.num_blocks={POOL_BLOCKS}",
         f"decode.quarantine_max_s={QUARANTINE_S}",
     ) as mesh:
         yield mesh
@@ -172,10 +176,59 @@ def test_rows_that_arrive_wrong_are_repaired_and_the_repeat_is_counted(
 @pytest.mark.parametrize("where", ["forward", "push", "handover", "reserve", "commit"])
 def test_a_leg_that_fails_is_a_new_attempt_and_nothing_else(broken, aggregated, where):
     asyncio.run(whole(broken))
-    options = {"max_tokens": 10, "temperature": 0.8, "seed": 3, "n": 2, "ignore_eos": True}
+    options = {"max_tokens": 10, "temperature": 0.8, "seed": 3, "n": 2, "ignore_eos": True, "logprobs": 1}
     ours = broken.ask(ids(35, 9), request_id=f"fail-{where}", **options)
     assert_equal(ours, aggregated.ask(ids(35, 9), **options))
     assert ours.final.usage.attempts == 2
+
+
+# --- C4: writes that outlive their request ---------------------------------------------------------------------------
+
+
+def pool_filling_requests(salt: int) -> list[tuple[list[int], dict[str, object]]]:
+    """Three that together take 90 of decode's 96 blocks, and decode long enough to meet what lands late."""
+    return [(ids(150, salt + index), GREEDY | {"max_tokens": 330}) for index in range(3)]
+
+
+async def ask_all(client, requests):
+    return await asyncio.gather(*(client.generate(prompt, **options) for prompt, options in requests))
+
+
+def oracles(aggregated, requests):
+    async def ask():
+        async with aggregated.client() as client:
+            return await ask_all(client, requests)
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(("kind", "rounds"), [("slow", 2), ("hung", 2)])
+def test_rows_under_way_when_their_request_is_aborted_never_land_in_the_next_owners_blocks(
+    broken, aggregated, kind, rounds
+):
+    """The next owners come by both prefill ranks, so that some need not wait behind the write that is under way."""
+
+    async def scenario(round_: int, requests):
+        await whole(broken)
+        before = (await broken.ledgers()).decode.fences
+        async with broken.client() as client:
+            name = f"aborted-{kind}-{round_}"
+            aborted = Asked(client, ids(800, 200 + round_), request_id=name, max_tokens=700, **GREEDY)
+            await aborted.wait_tokens(1)
+            await asyncio.sleep(0.2 + 0.1 * round_)
+            now = (await broken.ledgers()).decode
+            assert (now.reserved_requests, now.running_requests) == (1, 0), "its rows are not under way"
+            await aborted.cancel()
+            answers = await ask_all(client, requests)
+        now = await broken.wait_idle(QUARANTINE_S + 5.0)
+        return answers, now.decode.fences - before
+
+    for round_ in range(rounds):
+        requests = pool_filling_requests(300 + 10 * round_)
+        answers, num_fences = asyncio.run(scenario(round_, requests))
+        for ours, oracle in zip(answers, oracles(aggregated, requests), strict=True):
+            assert_equal(ours, oracle)
+        assert num_fences == (1 if kind == "hung" else 0)
 
 
 # --- D1: prefill dies ------------------------------------------------------------------------------------------------
@@ -227,7 +280,7 @@ async def reserved(mesh) -> bool:
 def test_a_prefill_rank_frozen_in_mid_push_is_found_out_and_what_it_writes_later_lands_nowhere(broken, aggregated):
     """Its peer stops answering pings: a new attempt elsewhere, the fence here. Thawed, it goes on writing; others decode."""
     prompt, sampling = ids(150, 22), GREEDY | {"max_tokens": 12}
-    others = [(ids(100 + index, 80 + index), GREEDY | {"max_tokens": 40}) for index in range(6)]
+    others = pool_filling_requests(500)
 
     async def scenario():
         await whole(broken)
@@ -244,7 +297,7 @@ def test_a_prefill_rank_frozen_in_mid_push_is_found_out_and_what_it_writes_later
                 silence_s = time.monotonic() - frozen
                 await until(lambda: fenced(before), "the writer's silence ends in a fence")
                 after = [Asked(client, one, **options) for one, options in others]
-                await after[0].wait_tokens(1)
+                await asyncio.gather(*(one.wait_tokens(2) for one in after))
             finally:
                 victim.send_signal(signal.SIGCONT)
             answers = [await one.result() for one in after]
@@ -260,8 +313,8 @@ def test_a_prefill_rank_frozen_in_mid_push_is_found_out_and_what_it_writes_later
     assert_equal(answer, aggregated.ask(prompt, **sampling))
     assert answer.final.usage.attempts >= 2
     assert silence_s < 12.0, "keep-alive finds a frozen peer in 7 s"
-    for ours, (one, options) in zip(answers, others, strict=True):
-        assert_equal(ours, aggregated.ask(one, **options))
+    for ours, oracle in zip(answers, oracles(aggregated, others), strict=True):
+        assert_equal(ours, oracle)
 
 
 def test_the_only_prefill_rank_killed_in_mid_push_is_waited_for_within_the_deadline(broken, aggregated):
@@ -293,7 +346,7 @@ def test_the_only_prefill_rank_killed_in_mid_push_is_waited_for_within_the_deadl
 
 def test_a_restarted_rank_refuses_what_is_meant_for_its_earlier_life_and_serves_within_five_seconds(broken, aggregated):
     """Decode dies in mid-stream: the stream pauses and goes on, token for token. Prefill is restarted with it."""
-    prompt, options = ids(40, 30), {"max_tokens": 40, "temperature": 0.9, "seed": 8, "n": 2, "ignore_eos": True}
+    prompt, options = ids(40, 30), GREEDY | {"max_tokens": 40, "temperature": 0.9, "seed": 8, "n": 2}
     old = {}
 
     async def scenario():
