@@ -69,7 +69,7 @@ class EngineConfig:
     max_batch_size: int = 64
     """Most samples that step together on decode."""
     num_threads: int = 0
-    """Torch threads. 0: torch's own choice."""
+    """Threads that compute. 0: torch's own choice; in a mesh of one host, its cores shared between the workers."""
     moe_dp_chunk_tokens: int = 0
     moe_activation_chunk_tokens: int = 0
     output_chunk: int = 128

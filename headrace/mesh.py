@@ -246,11 +246,19 @@ class Mesh:
             f"mesh.run_directory={self.plan.run_directory}",
             f"transfer.backend={self.config.transfer.backend}",
             f"model.directory={configuration.model_directory(self.config)}",
+            f"engine.num_threads={self._threads_each()}",
         ):
             command += ["--set", flag]
         if self.plan.aggregated and process.service == "decode":
             command.append("--aggregated")
         return command
+
+    def _threads_each(self) -> int:
+        """Torch threads of one worker: as configured, else this host's cores shared between the workers."""
+        if self.config.engine.num_threads or self.config.engine.device != "cpu":
+            return self.config.engine.num_threads
+        workers = sum(process.service in ("prefill", "decode") for process in self.plan.processes)
+        return max(1, len(os.sched_getaffinity(0)) // workers)
 
     def _wait_ready(self, running: Running, deadline: float) -> None:
         try:
