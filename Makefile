@@ -13,7 +13,7 @@ test: install-test
 	@$(BIN)/python -m pytest
 
 test-full: install-test
-	@$(BIN)/python -m pytest --full --junit-xml=bench/results/test-full.xml
+	@$(BIN)/python -m pytest --full --summary bench/results/test-full.json
 
 install: $(RUN_STAMP) transfer-library
 
