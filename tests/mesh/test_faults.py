@@ -139,22 +139,22 @@ def row_bytes_in_all(mesh) -> int:
 
 
 @pytest.mark.parametrize(
-    ("request_id", "length", "attempts", "pushes"),
+    ("request_id", "length", "salt", "attempts", "pushes"),
     [
-        ("flip", 37, 1, 2.0),
-        ("flip-first", 16, 1, 2.0),
-        ("drop", 5, 1, 2.0 - 1 / 8),
-        ("repeat", 33, 1, 1.0),
-        ("late", 48, 1, 1.0),
-        ("flip-always", 37, 2, 1.0),
+        ("flip", 37, 701, 1, 2.0),
+        ("flip-first", 16, 702, 1, 2.0),
+        ("drop", 5, 703, 1, 2.0 - 1 / 8),
+        ("repeat", 33, 704, 1, 1.0),
+        ("late", 48, 705, 1, 1.0),
+        ("flip-always", 37, 706, 2, 1.0),
     ],
 )
 def test_rows_that_arrive_wrong_are_repaired_and_the_repeat_is_counted(
-    broken, aggregated, request_id, length, attempts, pushes
+    broken, aggregated, request_id, length, salt, attempts, pushes
 ):
     """`pushes`: bytes pushed in the attempt that succeeded, in units of what was owed; a second attempt also owes the row of
-    the token that the client has already."""
-    prompt, sampling = ids(length, 3), GREEDY | {"max_tokens": 12}
+    the token that the client has already. `salt`: no two prompts share rows, or a lost layer could have been there before."""
+    prompt, sampling = ids(length, salt), GREEDY | {"max_tokens": 12}
     asyncio.run(whole(broken))
 
     async def among_neighbours():
