@@ -33,7 +33,8 @@ def up(
     if dry_run:
         show_plan(plan(config, aggregated=aggregated), as_json)
         return
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGINT):  # a shell's background job starts with SIGINT ignored
+        signal.signal(number, _interrupt)
     mesh = Mesh(config, aggregated=aggregated, config_file=config_file, flags=flags or (), say=console.print)
     started = time.monotonic()
     try:
