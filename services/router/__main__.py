@@ -16,9 +16,9 @@ from headrace.process import Start, print_ready, run_service
 from headrace.protocol import WorkerIdentity
 from services.router.checkpoint import Checkpoint
 from services.router.core import Router
+from services.router.ports import PeerDialer
 from services.router.prefix import KvStorePrefixes
 from services.router.server import SERVICES, register
-from services.router.workers import PeerDialer
 
 
 async def main(start: Start) -> None:

@@ -9,28 +9,23 @@ Callers' mistakes and overload count for nothing here.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from headrace import logs, telemetry
 from headrace.clock import Clock
 from headrace.errors import HeadraceError, LayoutMismatch, StaleEpoch, Unavailable
 from headrace.protocol import (
-    PrefillCommand,
-    PrefillEvent,
     PrefixHolder,
-    Reservation,
-    ReserveCommand,
-    TokenFrame,
     WorkerIdentity,
     WorkerInfo,
     WorkerView,
 )
 from services.router import policy
 from services.router.limits import Capacity
+from services.router.ports import DecodePort, Dialer, Membership, PrefillPort
 from services.router.tokens import TokenStream
 
 log = logs.get(__name__)
@@ -41,57 +36,6 @@ CANARY_TIMEOUT_S = 10.0
 TICK_S = 0.1
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 1.0
 STREAM_RESUME_S = 2.0
-
-
-class PrefillPort(Protocol):
-    """headrace.client.PrefillClient, as far as the router uses it."""
-
-    def prefill(self, command: PrefillCommand, timeout_s: float) -> AsyncIterator[PrefillEvent]: ...
-
-
-class DecodePort(Protocol):
-    """headrace.client.DecodeClient, as far as the router uses it."""
-
-    async def reserve(self, command: ReserveCommand, timeout_s: float) -> Reservation: ...
-
-    async def release(
-        self, request_id: str, attempt: int, decode_epoch: str, sample_indices: Sequence[int], timeout_s: float
-    ) -> None: ...
-
-    def stream_tokens(
-        self, router: WorkerIdentity, decode_epoch: str, resume_after_frame: int = 0
-    ) -> AsyncIterator[TokenFrame]: ...
-
-
-class Dialer(Protocol):
-    """Opens clients and asks workers who they are."""
-
-    def prefill(self, address: str) -> PrefillPort: ...
-
-    def decode(self, address: str) -> DecodePort: ...
-
-    async def probe(self, role: str, address: str, timeout_s: float) -> WorkerInfo:
-        """What serves there. Raises Unavailable when nothing does, or it says NOT_SERVING."""
-        ...
-
-    async def forget(self, address: str) -> None: ...
-
-
-class Member(Protocol):
-    """headrace.registry.Member, as far as the router uses it."""
-
-    @property
-    def identity(self) -> WorkerIdentity: ...
-
-
-class Membership(Protocol):
-    """headrace.registry.Registry, as far as the router uses it."""
-
-    version: int
-
-    def members(self, role: str) -> Sequence[Member]: ...
-
-    async def wait_change(self, timeout_s: float, since: int | None = None) -> bool: ...
 
 
 class State(enum.Enum):
@@ -575,31 +519,3 @@ def _holds(worker: Worker[Any], need: Need) -> bool:
 def _layout_mismatch(worker: Worker[Any], other: Worker[Any]) -> LayoutMismatch:
     layouts = [f"{x.role} {x.identity.address} has {x.info.layout if x.info else None}" for x in (worker, other)]
     return LayoutMismatch(" and ".join(layouts))
-
-
-class PeerDialer:
-    """The real Dialer, over headrace.client.Peers."""
-
-    def __init__(self, peers: Any, check_health: Callable[..., Awaitable[bool]]):
-        self._peers, self._check_health = peers, check_health
-
-    def prefill(self, address: str) -> PrefillPort:
-        """A client of a prefill rank."""
-        return self._peers.prefill(address)
-
-    def decode(self, address: str) -> DecodePort:
-        """A client of a decode rank."""
-        return self._peers.decode(address)
-
-    async def probe(self, role: str, address: str, timeout_s: float) -> WorkerInfo:
-        """GetInfo, then health."""
-        client = self._peers.prefill(address) if role == "prefill" else self._peers.decode(address)
-        info = await client.info(timeout_s)
-        if not await self._check_health(self._peers.channel(address), timeout_s=timeout_s):
-            raise Unavailable(f"{address} says NOT_SERVING", reason="NOT_SERVING")
-        return info
-
-    async def forget(self, address: str) -> None:
-        """Closes the channel."""
-        with contextlib.suppress(HeadraceError):
-            await self._peers.forget(address)

@@ -34,8 +34,8 @@ from headrace.v1 import (
 )
 from services.router.__main__ import tell_health
 from services.router.core import Router
+from services.router.ports import PeerDialer
 from services.router.server import SERVICES, register
-from services.router.workers import PeerDialer
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
