@@ -75,7 +75,7 @@ def run(
     if unknown := set(modes) - set(MODES):
         raise ConfigError(f"mode {', '.join(sorted(unknown))} is unknown; there are {', '.join(MODES)}", field="modes")
     threads = num_threads or torch.get_num_threads()
-    engines = {mode: _open(directory, mode, max(streams), threads) for mode in modes}
+    engines = {mode: open_engine(directory, mode, max(streams), threads) for mode in modes}
     rows = []
     for mode, engine in engines.items():
         for count in streams:
@@ -95,7 +95,7 @@ def prompts(count: int, vocab_size: int, seed: int = 0, length: int = PROMPT_TOK
     return np.random.default_rng(seed).integers(16, vocab_size, (count, length)).tolist()
 
 
-def _open(directory: str | Path, mode: str, max_streams: int, threads: int) -> Engine:
+def open_engine(directory: str | Path, mode: str, max_streams: int, threads: int) -> Engine:
     """`num_blocks`: room for the widest run and for the agreement prompts, which are as many as fit."""
     config = EngineConfig(
         exact=mode == "exact",

@@ -34,7 +34,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as state:
         flags = [f"model.directory={directory}", f"mesh.run_directory={state}", f"engine.exact={exact}"]
         config = configuration.load(flags=flags)
-        parts = alone._open(directory, mode, streams, config.engine.num_threads)
+        parts = alone.open_engine(directory, mode, streams, config.engine.num_threads)
         batch = alone.prompts(streams, parts.parts.transformer.config.vocab_size)
         progress("starting the mesh")
         began = time.monotonic()

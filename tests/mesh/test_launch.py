@@ -286,3 +286,9 @@ def test_settings_that_cannot_work_are_refused_at_start_by_their_key(tmp_path, s
     assert all(word in done.stderr for word in said), done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_workers_of_one_host_wait_for_their_threads_without_spinning(mesh):
+    for name in ("prefill-0", "decode-0"):
+        environment = Path(f"/proc/{mesh.running[name].child.pid}/environ").read_bytes().split(b"\0")
+        assert b"OMP_WAIT_POLICY=PASSIVE" in environment
