@@ -55,10 +55,7 @@ class Row:
 
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Fixed calls: a 4 GiB copy and 8192 ** 3 products in bf16 and e4m3 (one scale a tensor), random data."""
-    source = torch.randint(-128, 127, (4 << 30,), dtype=torch.int8, device=device)
-    target = torch.empty_like(source)
-    copy_us = time_us([lambda: target.copy_(source)])
-    del source, target
+    copy_us = _copy_us(device)
     size = 8192
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     bf16_us = time_us([lambda: torch.mm(a, b.T)])
@@ -67,6 +64,12 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     fp8_us = time_us([lambda: torch._scaled_mm(a8, b8.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)])
     flops = 2 * size**3
     return Ceilings(2 * (4 << 30) / copy_us * 1e-3, flops / bf16_us * 1e-6, flops / fp8_us * 1e-6)
+
+
+def _copy_us(device: torch.device) -> float:
+    source = torch.randint(-128, 127, (4 << 30,), dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    return time_us([lambda: target.copy_(source)])
 
 
 def sets_for(num_bytes: int, most: int = 16) -> int:
