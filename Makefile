@@ -4,7 +4,7 @@ BIN := .venv/bin
 RUN_STAMP := .venv/.installed-run
 TEST_STAMP := .venv/.installed-test
 
-.PHONY: run test test-full install install-test transfer-library protos golden lint clean
+.PHONY: run test test-full install install-test transfer-library protos golden llama lint clean
 
 run: install
 	@$(BIN)/headrace demo
@@ -49,8 +49,13 @@ golden:
 	@.venv-golden/bin/python -m pip install --quiet -r tests/golden/requirements.txt
 	@.venv-golden/bin/python tests/golden/make_golden.py
 
+# The rival of `headrace bench engine --against llama.cpp`, likewise.
+llama:
+	@test -x .venv-llama/bin/python || $(PYTHON) -m venv .venv-llama
+	@.venv-llama/bin/python -m pip install --quiet -r bench/requirements-llama.txt
+
 lint: install-test
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 clean:
-	rm -rf .venv .venv-golden build *.egg-info
+	rm -rf .venv .venv-golden .venv-llama build *.egg-info

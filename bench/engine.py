@@ -1,27 +1,25 @@
-"""How fast the engine alone is on this host, beside transformers on the same weights; `headrace bench engine`.
+"""How fast the engine alone is on this host, beside other engines on the same weights; `headrace bench engine`.
 
 Prompts are random token ids, greedy, end tokens ignored, so that every run does the same work. Each figure is the
-median of several runs after a warm-up. Against transformers the two sides run in turn, run by run, with equal thread
-counts, so that a noisy host troubles both; transformers gets the better of fp32 and bf16 (a short probe drops one that
-is more than twice as slow, which happens where bf16 is emulated).
+median of several runs after a warm-up. How rivals are run is in `against.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import platform
 import statistics
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
+from bench import against
+from bench.against import Progress, Timing
 from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
 from headrace.engine.request import SampledToken
@@ -32,23 +30,6 @@ PROMPT_TOKENS = 64
 OUTPUT_TOKENS = 64
 RATIO_STREAMS = 32
 MODES = ("exact", "fast")
-HOPELESS = 2.0  # a dtype so many times slower than the other in the probe is not run in full
-TRANSFORMERS_SCRIPT = Path(__file__).with_name("transformers_generate.py")
-
-Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One run: seconds to the last prompt's first token, from there to the last token, and CPU seconds of all threads."""
-
-    prefill_s: float
-    decode_s: float
-    cpu_s: float
-
-    @property
-    def total_s(self) -> float:
-        return self.prefill_s + self.decode_s
 
 
 def run(
@@ -58,7 +39,7 @@ def run(
     modes: Sequence[str] = MODES,
     repeats: int = 3,
     num_threads: int = 0,
-    transformers_python: str | Path | None = None,
+    rivals: Mapping[str, Path] = MappingProxyType({}),
     agreement_prompts: int = 200,
     progress: Progress = lambda message: None,
 ) -> dict[str, Any]:
@@ -66,14 +47,18 @@ def run(
 
     rows                   [{streams, mode, prefill_tokens_per_s, decode_tokens_per_s, total_tokens_per_s}]; total: output
                            tokens over the whole time, prefill included
-    ratio_to_transformers  fast mode's total over transformers', at 32 streams, by the clock (`ratio`) and by CPU time
-                           (`cpu_ratio`); `skipped` says why there is none
+    ratios                 for each of `rivals` (name -> its interpreter): fast mode's total over the rival's, by the clock
+                           (`ratio`) and by CPU time (`cpu_ratio`); `skipped` says why there is none
     agreement              share of greedy tokens that exact and fast mode agree on; `skipped` likewise
     host                   what it ran on
-    `num_threads` 0: torch's own choice. Raises ConfigError for an unknown mode.
+    `num_threads` 0: torch's own choice. Raises ConfigError for an unknown mode or rival.
     """
     if unknown := set(modes) - set(MODES):
         raise ConfigError(f"mode {', '.join(sorted(unknown))} is unknown; there are {', '.join(MODES)}", field="modes")
+    if unknown := set(rivals) - set(against.RIVALS):
+        raise ConfigError(
+            f"{', '.join(sorted(unknown))} is unknown; there are {', '.join(against.RIVALS)}", field="against"
+        )
     threads = num_threads or torch.get_num_threads()
     engines = {mode: open_engine(directory, mode, max(streams), threads) for mode in modes}
     rows = []
@@ -83,7 +68,7 @@ def run(
             rows.append(_row(engine, mode, count, repeats))
     return {
         "rows": rows,
-        "ratio_to_transformers": _ratio(directory, engines, transformers_python, threads, repeats, progress),
+        "ratios": _ratios(directory, engines, rivals, threads, repeats, progress),
         "agreement": _agreement(engines, agreement_prompts, progress),
         "host": _host(threads),
         "workload": {"prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS, "repeats": repeats},
@@ -110,16 +95,23 @@ def _sampling(output_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=output_tokens, ignore_eos=True)
 
 
-def measure(engine: Engine, batch: list[list[int]], output_tokens: int = OUTPUT_TOKENS) -> Timing:
-    """One run of all prompts at once."""
+def measure(
+    engine: Engine,
+    batch: list[list[int]],
+    output_tokens: int = OUTPUT_TOKENS,
+    first_tokens: list[int] | None = None,
+) -> Timing:
+    """One run of all prompts at once; each prompt's first token is put into `first_tokens` when given."""
     cpu = time.process_time()
     first = last = start = time.perf_counter()
 
-    def on_token(_: int, token: SampledToken) -> None:
+    def on_token(index: int, token: SampledToken) -> None:
         nonlocal first, last
         last = time.perf_counter()
         if token.position == 0:
             first = last
+            if first_tokens is not None:
+                first_tokens[index] = token.token_id
 
     engine.generate(batch, _sampling(output_tokens), on_token)
     return Timing(first - start, last - first, time.process_time() - cpu)
@@ -138,98 +130,41 @@ def _row(engine: Engine, mode: str, count: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def _ratio(
+def _ratios(
     directory: str | Path,
     engines: dict[str, Engine],
-    python: str | Path | None,
+    rivals: Mapping[str, Path],
     threads: int,
     repeats: int,
     progress: Progress,
-) -> dict[str, Any]:
-    if "fast" not in engines:
-        return {"skipped": "fast mode is not measured"}
-    if python is None:
-        return {"skipped": "no interpreter with transformers was given"}
-    engine = engines["fast"]
-    vocab_size = engine.parts.transformer.config.vocab_size
-    with _transformers(directory, python, threads) as other:
-        progress("transformers: warm-up")
-        probes = {dtype: _probe(other, dtype, prompts(RATIO_STREAMS, vocab_size)) for dtype in ("fp32", "bf16")}
-        worth = [dtype for dtype in probes if probes[dtype] <= HOPELESS * min(probes.values())]
-        ours: list[Timing] = []
-        theirs: dict[str, list[dict[str, float]]] = {dtype: [] for dtype in worth}
-        for turn in range(repeats):
-            batch = prompts(RATIO_STREAMS, vocab_size, 100 + turn)
-            progress(f"turn {turn + 1} of {repeats}: ours, then transformers in {', '.join(worth)}")
-            ours.append(measure(engine, batch))
-            for dtype, answers in theirs.items():
-                answers.append(other.generate(dtype, batch, OUTPUT_TOKENS))
-    return {"streams": RATIO_STREAMS, **_compare(ours, theirs), "probe_seconds": probes, **other.about}
-
-
-def _compare(ours: list[Timing], theirs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Medians of both sides; `cpu_ratio` compares CPU seconds, which a busy host disturbs less than the clock."""
-    tokens = RATIO_STREAMS * OUTPUT_TOKENS
-    seconds = {dtype: [one["seconds"] for one in answers] for dtype, answers in theirs.items()}
-    best = min(seconds, key=lambda dtype: statistics.median(seconds[dtype]))
-    own_s = statistics.median(one.total_s for one in ours)
-    cpu_s = statistics.median(one["cpu_seconds"] for one in theirs[best])
-    return {
-        "ratio": statistics.median(seconds[best]) / own_s,
-        "cpu_ratio": cpu_s / statistics.median(one.cpu_s for one in ours),
-        "headrace_tokens_per_s": tokens / own_s,
-        "transformers_tokens_per_s": {dtype: tokens / statistics.median(times) for dtype, times in seconds.items()},
-        "transformers_dtype": best,
-        "seconds": {"headrace": [one.total_s for one in ours], "transformers": seconds},
-        "cpu_seconds": {
-            "headrace": [one.cpu_s for one in ours],
-            "transformers": [one["cpu_seconds"] for one in theirs[best]],
-        },
-    }
-
-
-def _probe(other: _Transformers, dtype: str, batch: list[list[int]]) -> float:
-    """Seconds for the prompts and a few tokens, warm: a dtype that this host emulates is not worth minutes."""
-    other.generate(dtype, batch[:2], 2)
-    return other.generate(dtype, batch, 8)["seconds"]
-
-
-class _Transformers:
-    """A running `transformers_generate.py`; it sleeps while it is not asked."""
-
-    def __init__(self, process: subprocess.Popen[str]):
-        self._process = process
-        self.about = self._read()
-
-    def generate(self, dtype: str, batch: list[list[int]], output_tokens: int) -> dict[str, float]:
-        """`seconds` and `cpu_seconds` of one padded `generate`."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"dtype": dtype, "prompts": batch, "output_tokens": output_tokens}) + "\n")
-        self._process.stdin.flush()
-        answer = self._read()
-        assert all(len(ids) == output_tokens for ids in answer.pop("token_ids")), "transformers stopped early"
-        return answer
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise ConfigError(
-                f"{TRANSFORMERS_SCRIPT.name} ended with code {self._process.wait()}; its own words are above",
-                field="transformers_python",
+) -> list[dict[str, Any]]:
+    """One comparison a rival at 32 streams, and for llama.cpp, whose home is one user, at one stream as well."""
+    if rivals and "fast" not in engines:
+        return [{"against": name, "skipped": "fast mode is not measured"} for name in rivals]
+    made = []
+    for name, python in rivals.items():
+        for count in (RATIO_STREAMS, 1) if name == "llama.cpp" else (RATIO_STREAMS,):
+            engine = engines["fast"]
+            vocab_size = engine.parts.transformer.config.vocab_size
+            batches = [prompts(count, vocab_size, 100 + turn) for turn in range(repeats)]
+            measured = against.compare(
+                against.RIVALS[name],
+                python,
+                directory,
+                threads,
+                lambda batch, engine=engine: _measure_with_firsts(engine, batch),
+                batches,
+                OUTPUT_TOKENS,
+                progress,
             )
-        return json.loads(line)
+            made.append({"streams": count, **measured})
+    return made
 
 
-@contextlib.contextmanager
-def _transformers(directory: str | Path, python: str | Path, threads: int) -> Iterator[_Transformers]:
-    command = [str(python), str(TRANSFORMERS_SCRIPT), str(directory), "--threads", str(threads)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        yield _Transformers(process)
-    finally:
-        with contextlib.suppress(BrokenPipeError):
-            process.communicate(timeout=None if process.poll() is not None else 30)
+def _measure_with_firsts(engine: Engine, batch: list[list[int]]) -> tuple[Timing, list[int]]:
+    firsts = [0] * len(batch)
+    timing = measure(engine, batch, first_tokens=firsts)
+    return timing, firsts
 
 
 def _agreement(engines: dict[str, Engine], count: int, progress: Progress) -> dict[str, Any]:
