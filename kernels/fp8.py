@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.select import Backend
+from kernels.triton_support import jit, needs_triton, tl, triton
 
 GROUP = 128  # columns of a row, or rows and columns of a weight's block, that share a scale
 LARGEST = 448.0  # of float8_e4m3fn
@@ -107,4 +108,40 @@ def check_width(x: torch.Tensor) -> None:
         raise ValueError(f"rows of a multiple of {GROUP} dense columns, not {tuple(x.shape)} strides {x.stride()}")
 
 
-QUANTISE_BACKENDS = (Backend("reference", reference),)
+@jit
+def quantise_tile(values):
+    """For use in kernels: `[rows, groups, 128]` fp32 to (e4m3 of that shape, fp32 scales `[rows, groups]`)."""
+    amax = tl.maximum(tl.max(tl.abs(values), 2), 1e-4)
+    scale = tl.div_rn(amax, 448.0)
+    inverse = tl.div_rn(1.0, scale)
+    return (values * inverse[:, :, None]).to(tl.float8e4nv), scale
+
+
+@jit
+def _quantise_kernel(
+    x, row_stride, data, scale, scale_stride, num_rows, num_groups, ROWS: tl.constexpr, GROUPS: tl.constexpr
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    here = (row < num_rows)[:, None] & (group < num_groups)[None, :]
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    row = row.to(tl.int64)
+    values = tl.load(x + row[:, None, None] * row_stride + column[None], mask=here[:, :, None], other=0.0)
+    codes, scales = quantise_tile(values.to(tl.float32))
+    tl.store(data + row[:, None, None] * num_groups * 128 + column[None], codes, mask=here[:, :, None])
+    tl.store(scale + group[None, :] * scale_stride + row[:, None], scales, mask=here)
+
+
+def _triton(x: torch.Tensor, rows: int = 8, groups: int = 4, num_warps: int = 4) -> Fp8Rows:
+    check_width(x)
+    made = empty_rows(*x.shape, x.device)
+    num_groups = made.scale.shape[1]
+    grid = (triton.cdiv(len(x), rows), triton.cdiv(num_groups, groups))
+    if x.numel():
+        _quantise_kernel[grid](
+            x, x.stride(0), *made, made.scale.stride(1), *made.scale.shape, rows, groups, num_warps=num_warps
+        )
+    return made
+
+
+QUANTISE_BACKENDS = (Backend("triton", _triton, why_not=needs_triton), Backend("reference", reference))

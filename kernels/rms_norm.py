@@ -6,6 +6,13 @@ out     like x, or None      where to write; may be x itself
 returns [num_tokens, width]  x's dtype; statistics in fp32, cast back, then multiplied by the gain (Hugging Face's order)
 
 Rows do not look at each other. No rows gives no rows; a row with NaN gives NaN in that row only.
+
+`ADD_NORM_BACKENDS` holds the fused form between two layers of a model that computes in bf16:
+x        [num_tokens, width]  bf16   the residual; x += delta in place, rounded to bf16. Rows may be strided.
+delta    like x, or None      bf16   what the last layer adds; None: x is only read
+gain     [width]              bf16 or fp32
+returns  (h, Fp8Rows): h [num_tokens, width] bf16 = norm(x) * gain when `keep`, else None; the same h (after its rounding
+         to bf16) quantised as `kernels/fp8.py` says when `quantise`, else None. Quantising needs width % 128 == 0.
 Source: Zhang & Sennrich 2019; the order of the cast is transformers' DeepseekV3RMSNorm.
 """
 
@@ -14,8 +21,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kernels import cpu_library
+from kernels import cpu_library, fp8
 from kernels.select import Backend
+from kernels.triton_support import jit, needs_triton, tl, triton
 
 LANES = 8  # as in cpu.c
 
@@ -42,8 +50,92 @@ def _c(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | No
     return out
 
 
+@jit
+def _kernel(
+    x, x_stride, delta, delta_stride, gain, h, h_stride, data, scale, scale_stride, num_rows, width, eps,
+    ADD: tl.constexpr, KEEP: tl.constexpr, QUANTISE: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Each program does ROWS whole rows, seen as [ROWS, GROUPS, SIZE] columns; SIZE is 128 when it quantises."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    column = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    here = (row < num_rows)[:, None, None] & (column < width)[None]
+    at = x + row[:, None, None] * x_stride + column[None]
+    wide = tl.load(at, mask=here, other=0.0)
+    if ADD:
+        more = tl.load(delta + row[:, None, None] * delta_stride + column[None], mask=here, other=0.0)
+        total = (wide.to(tl.float32) + more.to(tl.float32)).to(wide.dtype)
+        tl.store(at, total, mask=here)
+        wide = total
+    weight = tl.load(gain + column, mask=column < width, other=0.0).to(wide.dtype)
+    values = wide.to(tl.float32)
+    mean = tl.sum(tl.sum(values * values, 2), 1) / width
+    normed = (values * tl.rsqrt(mean + eps)[:, None, None]).to(wide.dtype)
+    made = (normed.to(tl.float32) * weight.to(tl.float32)[None]).to(wide.dtype)
+    if KEEP:
+        tl.store(h + row[:, None, None] * h_stride + column[None], made, mask=here)
+    if QUANTISE:
+        codes, scales = fp8.quantise_tile(made.to(tl.float32))
+        tl.store(data + row[:, None, None] * width + column[None], codes, mask=here)
+        valid = (row < num_rows)[:, None] & (group * SIZE < width)[None, :]
+        tl.store(scale + group[None, :] * scale_stride + row[:, None], scales, mask=valid)
+
+
+def _launch(
+    x: torch.Tensor, delta: torch.Tensor | None, gain: torch.Tensor, eps: float, h: torch.Tensor | None, rows: fp8.Fp8Rows | None,
+    rows_per_program: int = 0, num_warps: int = 0,
+) -> None:  # fmt: skip
+    num_tokens, width = x.shape
+    if not x.numel():
+        return
+    size = fp8.GROUP
+    groups = triton.next_power_of_2(triton.cdiv(width, size))
+    per_program = rows_per_program or max(1, min(4, 2048 // (groups * size)))
+    _kernel[(triton.cdiv(num_tokens, per_program),)](
+        x, x.stride(0), x if delta is None else delta, 0 if delta is None else delta.stride(0), gain,
+        x if h is None else h, 0 if h is None else h.stride(0),
+        x if rows is None else rows.data, x if rows is None else rows.scale, 0 if rows is None else rows.scale.stride(1),
+        num_tokens, width, eps, delta is not None, h is not None, rows is not None,
+        per_program, groups, size, num_warps=num_warps or min(8, max(1, per_program * groups * size // 1024)),
+    )  # fmt: skip
+
+
+def _triton(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    rows = x.flatten(0, -2)  # [num_tokens, width]
+    made = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    _launch(rows, None, weight, eps, made.view(rows.shape), None)
+    return made
+
+
+def _triton_add_norm(
+    x: torch.Tensor, delta: torch.Tensor | None, gain: torch.Tensor, eps: float, *, keep: bool, quantise: bool
+) -> tuple[torch.Tensor | None, fp8.Fp8Rows | None]:
+    h = torch.empty(x.shape, dtype=x.dtype, device=x.device) if keep else None
+    rows = None
+    if quantise:
+        fp8.check_width(x)
+        rows = fp8.empty_rows(*x.shape, x.device)
+    _launch(x, delta, gain, eps, h, rows)
+    return h, rows
+
+
+def _reference_add_norm(
+    x: torch.Tensor, delta: torch.Tensor | None, gain: torch.Tensor, eps: float, *, keep: bool, quantise: bool
+) -> tuple[torch.Tensor | None, fp8.Fp8Rows | None]:
+    if delta is not None:
+        x.copy_(x.float() + delta.float())
+    h = reference(x, gain, eps)
+    return h if keep else None, fp8.reference(h) if quantise else None
+
+
 BACKENDS = (
+    Backend("triton", _triton, why_not=needs_triton),
     Backend("c", _c, why_not=cpu_library.why_not),
     Backend("torch", _torch),
     Backend("reference", reference),
+)
+ADD_NORM_BACKENDS = (
+    Backend("triton", _triton_add_norm, why_not=needs_triton),
+    Backend("reference", _reference_add_norm),
 )

@@ -10,7 +10,26 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton when kernels/ is imported, hence here
 
+import exact_casts
+
 from kernels.triton_support import triton
+
+
+def _let_interpreted_loops_have_loaded_bounds() -> None:
+    """Triton 3.6's interpreter turns a loaded scalar (an array of one) into an int in a way that numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+if triton is not None and not torch.cuda.is_available():
+    _let_interpreted_loops_have_loaded_bounds()
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +37,10 @@ def triton_device() -> torch.device:
     """Where a Triton kernel can be called in this process: the GPU, or the CPU (interpreted, so keep shapes small)."""
     if triton is None:
         pytest.skip("needs triton")
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    exact_casts.use()
+    return torch.device("cpu")
 
 
 @pytest.fixture(scope="session")
