@@ -1,0 +1,104 @@
+"""SwiGLU's middle: silu(gate) * up, plain or quantised for the next FP8 product.
+
+gate_up  [num_rows, 2 * inner]  bf16 (fp32 allowed), gate columns first; rows may be strided
+limit    [1] int32 or None      on the device; rows at and after it need not be computed (their output is undefined)
+returns  [num_rows, inner]      gate_up's dtype; or Fp8Rows of it (inner % 128 == 0) as `kernels/fp8.py` says
+
+Arithmetic is fp32, rounded once to gate_up's dtype; the quantised form quantises after that rounding. Rows do not look
+at each other; NaN stays in its column (quantised: in its 128 columns). Source: Shazeer 2020; DeepSeek-V3 report 3.3.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from kernels import fp8
+from kernels.select import Backend
+from kernels.triton_support import jit, needs_triton, tl, triton
+
+PROGRAMS = 132 * 16  # rows are shared out among at most about this many programs, however many `limit` leaves idle
+
+
+def reference(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.float().chunk(2, -1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def reference_quantise(gate_up: torch.Tensor, limit: torch.Tensor | None = None) -> fp8.Fp8Rows:
+    return fp8.reference(reference(gate_up))
+
+
+def _torch(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+@jit
+def _kernel(
+    gate_up, row_stride, made, scale, scale_stride, limit, num_rows, inner,
+    QUANTISE: tl.constexpr, LIMITED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Tiles of [ROWS, GROUPS, 128]; programs along axis 0 walk down the rows until `limit`."""
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    last = num_rows
+    if LIMITED:
+        last = tl.minimum(tl.load(limit), num_rows)
+    for tile in range(tl.program_id(0), tl.cdiv(last, ROWS), tl.num_programs(0)):
+        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        here = (row < last)[:, None, None] & (column < inner)[None]
+        at = gate_up + row[:, None, None] * row_stride + column[None]
+        gate = tl.load(at, mask=here, other=0.0)
+        up = tl.load(at + inner, mask=here, other=0.0).to(tl.float32)
+        wide = gate.to(tl.float32)
+        values = (wide / (1.0 + tl.exp(-wide)) * up).to(gate.dtype)
+        to = row[:, None, None] * inner + column[None]
+        if QUANTISE:
+            codes, scales = fp8.quantise_tile(values.to(tl.float32))
+            tl.store(made + to, codes, mask=here)
+            valid = (row < last)[:, None] & (group * 128 < inner)[None, :]
+            tl.store(scale + group[None, :] * scale_stride + row[:, None], scales, mask=valid)
+        else:
+            tl.store(made + to, values, mask=here)
+
+
+def _launch(
+    gate_up: torch.Tensor, made: torch.Tensor, scale: torch.Tensor | None, limit: torch.Tensor | None,
+    rows: int = 8, groups: int = 4, num_warps: int = 4,
+) -> None:  # fmt: skip
+    num_rows, inner = made.shape
+    if not made.numel():
+        return
+    across = triton.cdiv(inner, groups * fp8.GROUP)
+    down = min(triton.cdiv(num_rows, rows), max(1, PROGRAMS // across))
+    _kernel[(down, across)](
+        gate_up, gate_up.stride(0), made, made if scale is None else scale, 0 if scale is None else scale.stride(1),
+        made if limit is None else limit, num_rows, inner, scale is not None, limit is not None,
+        rows, groups, num_warps=num_warps,
+    )  # fmt: skip
+
+
+def _triton(gate_up: torch.Tensor) -> torch.Tensor:
+    made = torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
+    _launch(gate_up, made, None, None)
+    return made
+
+
+def _triton_quantise(gate_up: torch.Tensor, limit: torch.Tensor | None = None) -> fp8.Fp8Rows:
+    inner = gate_up.shape[1] // 2
+    fp8.check_width(gate_up[:, :inner])
+    made = fp8.empty_rows(len(gate_up), inner, gate_up.device)
+    _launch(gate_up, made.data, made.scale, limit)
+    return made
+
+
+BACKENDS = (
+    Backend("triton", _triton, why_not=needs_triton),
+    Backend("torch", _torch),
+    Backend("reference", reference),
+)
+QUANTISE_BACKENDS = (
+    Backend("triton", _triton_quantise, why_not=needs_triton),
+    Backend("reference", reference_quantise),
+)
