@@ -17,6 +17,8 @@ The torch back ends sort sequences into buckets of similar length so that a long
 Source: DeepSeek-V2 report 2.1 (absorption). In two back ends a query's bits depend on its own context only, not on
 neighbours, padding or phase: `c` adds up rows from left to right; `folded` adds up key chunks of one fixed size from
 left to right, each by one matrix product. `mla_prefill` has the same two.
+
+On a GPU, one new token a sequence: `DEVICE_BACKENDS` and `open_device`, whose contract is in mla_decode_device.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ import torch
 import torch.nn.functional as F
 
 from kernels import cpu_library
+from kernels.mla_decode_device import DEVICE_BACKENDS, open_device
 from kernels.select import Backend
+
+__all__ = ["BACKENDS", "DEVICE_BACKENDS", "KEY_CHUNK", "open_device", "reference"]
 
 KEY_CHUNK = 128  # keys per folded product; part of exact mode's numbers
 BUCKET_WASTE_ROWS = 2048  # padded rows that cost about as much as one more bucket

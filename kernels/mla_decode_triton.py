@@ -1,0 +1,202 @@
+"""Absorbed decode attention in Triton: any widths, bf16, fp32 or e4m3 rows, work split evenly whatever the lengths.
+
+Contract: DEVICE_BACKENDS in mla_decode. A context is cut into tiles of `tile` rows. The tiles of all sequences stand in
+one line that is cut into as many equal pieces as there are workers, so a worker may end one sequence, hold some whole
+ones and begin another. A sequence that lies inside one piece is finished by its worker; the parts of any other are
+fp32 rows (normalised, with a base-2 log-sum-exp) that a second kernel merges in order.
+
+    line       | seq 0 ....... | seq 1 ..... | seq 2 ................. |
+    workers    | 0        | 1        | 2        | 3        | 4         |
+
+Only `ends`, the running sum of tiles, depends on the lengths: it is made on the device, so `plan` can be captured.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from kernels.triton_support import jit, tl, triton
+
+LOG2E = 1.4426950408889634
+
+
+@jit
+def _attend(
+    q, pool, tables, lens, ends, out, parts, part_lse,
+    scale_log2, batch, heads, q_stride_seq, q_stride_head, pool_stride_block, pool_stride_row, table_stride,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, LATENT_PAD: tl.constexpr, ROPE_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Grid (head blocks, workers). WIDE: multiply in fp32 (fp32 pools; the interpreter has no bf16 product), else bf16."""
+    worker, workers = tl.program_id(1), tl.num_programs(1)
+    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    latent, rope = tl.arange(0, LATENT_PAD), tl.arange(0, ROPE_PAD)
+    compute = tl.float32 if WIDE else tl.bfloat16
+    total = tl.load(ends + batch - 1)
+    first, last = (worker * total) // workers, ((worker + 1) * total) // workers
+    index = tl.arange(0, BATCH)
+    seq = tl.sum((tl.load(ends + index, mask=index < batch, other=2147483647) <= first).to(tl.int32))
+    tile = first
+    while tile < last:
+        begin = tl.load(ends + seq - 1, mask=seq > 0, other=0)
+        end = tl.load(ends + seq)
+        stop = tl.minimum(end, last)
+        context = tl.load(lens + seq)
+        line = q + seq.to(tl.int64) * q_stride_seq + head[:, None] * q_stride_head
+        lives = (head < heads)[:, None]
+        q_latent = tl.load(line + latent[None, :], mask=lives & (latent < LATENT)[None, :], other=0.0).to(compute)
+        q_rope = tl.load(line + LATENT + rope[None, :], mask=lives & (rope < ROPE)[None, :], other=0.0).to(compute)
+        top = tl.full((HEADS,), -float("inf"), tl.float32)
+        total_weight = tl.zeros((HEADS,), tl.float32)
+        mixed = tl.zeros((HEADS, LATENT_PAD), tl.float32)
+        table = tables + seq.to(tl.int64) * table_stride
+        for step in range(tile - begin, stop - begin):
+            place = step * TILE + tl.arange(0, TILE)
+            seen = place < context
+            if BLOCK_SIZE % TILE == 0:
+                block = tl.load(table + (step * TILE) // BLOCK_SIZE).to(tl.int64)
+            else:
+                block = tl.load(table + place // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+            row = pool + block * pool_stride_block + (place % BLOCK_SIZE) * pool_stride_row
+            keep = seen[:, None]
+            rows = tl.load(row[:, None] + latent[None, :], mask=keep & (latent < LATENT)[None, :], other=0.0)
+            turned = tl.load(row[:, None] + LATENT + rope[None, :], mask=keep & (rope < ROPE)[None, :], other=0.0)
+            rows, turned = rows.to(compute), turned.to(compute)
+            scores = tl.dot(q_latent, tl.trans(rows), input_precision="ieee")
+            scores = tl.dot(q_rope, tl.trans(turned), scores, input_precision="ieee")
+            scores = tl.where(seen[None, :], scores * scale_log2, -float("inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - higher[:, None])
+            shrink = tl.exp2(top - higher)
+            total_weight = total_weight * shrink + tl.sum(weights, 1)
+            mixed = tl.dot(weights.to(compute), rows, mixed * shrink[:, None], input_precision="ieee")
+            top = higher
+        mixed = mixed / total_weight[:, None]
+        keep_out = lives & (latent < LATENT)[None, :]
+        if (tile == begin) & (stop == end):
+            target = out + (seq.to(tl.int64) * heads + head[:, None]) * LATENT + latent[None, :]
+            tl.store(target, mixed.to(out.dtype.element_ty), mask=keep_out)
+        else:
+            part = (worker * 2 + (tile == begin).to(tl.int32)).to(tl.int64) * heads + head
+            tl.store(parts + part[:, None] * LATENT + latent[None, :], mixed, mask=keep_out)
+            tl.store(part_lse + part, top + tl.log2(total_weight), mask=head < heads)
+        tile = stop
+        seq += 1
+
+
+@jit
+def _merge(
+    ends, out, parts, part_lse, batch, workers, heads,
+    LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Grid (sequences, head blocks): adds up the parts of a sequence that several workers share."""
+    seq = tl.program_id(0)
+    begin = tl.load(ends + seq - 1, mask=seq > 0, other=0)
+    end, total = tl.load(ends + seq), tl.load(ends + batch - 1)
+    first, last = ((begin + 1) * workers - 1) // total, (end * workers - 1) // total
+    if first < last:
+        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        latent = tl.arange(0, LATENT_PAD)
+        keep = (head < heads)[:, None] & (latent < LATENT)[None, :]
+        top = tl.full((HEADS,), -float("inf"), tl.float32)
+        total_weight = tl.zeros((HEADS,), tl.float32)
+        mixed = tl.zeros((HEADS, LATENT_PAD), tl.float32)
+        for worker in range(first, last + 1):
+            part = (worker * 2 + (worker == first).to(tl.int32)).to(tl.int64) * heads + head
+            lse = tl.load(part_lse + part, mask=head < heads, other=0.0)
+            rows = tl.load(parts + part[:, None] * LATENT + latent[None, :], mask=keep, other=0.0)
+            higher = tl.maximum(top, lse)
+            shrink, weight = tl.exp2(top - higher), tl.exp2(lse - higher)
+            total_weight = total_weight * shrink + weight
+            mixed = mixed * shrink[:, None] + rows * weight[:, None]
+            top = higher
+        target = out + (seq.to(tl.int64) * heads + head[:, None]) * LATENT + latent[None, :]
+        tl.store(target, (mixed / total_weight[:, None]).to(out.dtype.element_ty), mask=keep)
+
+
+class Plan(NamedTuple):
+    """tables [b, w] int32, last dimension dense; lens, ends [b] int32: contexts, and the running sum of their tiles."""
+
+    tables: torch.Tensor
+    lens: torch.Tensor
+    ends: torch.Tensor
+
+
+class Tuning(NamedTuple):
+    """heads: of one program (16 or more); tile: rows at a time; warps, stages: Triton's; workers: per head block."""
+
+    heads: int
+    tile: int
+    warps: int
+    stages: int
+    workers: int
+
+
+def tuning_for(heads: int, latent_dim: int, wide: bool, num_sms: int) -> Tuning:
+    """One program a multiprocessor where the accumulator is large, several where it is small."""
+    block = max(16, min(64, triton.next_power_of_2(heads)))
+    head_blocks = -(-heads // block)
+    large = block * latent_dim > 64 * 128
+    if wide:
+        return Tuning(min(block, 16), 16, 4, 1, max(1, 2 * num_sms // -(-heads // min(block, 16))))
+    if large:
+        return Tuning(block, 64, 8, 2, max(1, num_sms // head_blocks))
+    return Tuning(block, 64, 4, 2, max(1, 3 * num_sms // head_blocks))
+
+
+class TritonDecode:
+    """One op for one model and device; `plan` and `run` may be captured, together or apart (see mla_decode)."""
+
+    graph_safe = True
+
+    @staticmethod
+    def misfit(
+        heads: int, row_dim: int, latent_dim: int, block_size: int, q_dtype: torch.dtype, pool_dtype: torch.dtype
+    ) -> str | None:
+        if pool_dtype not in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+            return f"takes fp32, bf16 or e4m3 rows, not {pool_dtype}"
+        return None if latent_dim <= 512 else "holds at most 512 latent values a head"
+
+    def __init__(
+        self, heads: int, row_dim: int, latent_dim: int, block_size: int, q_dtype: torch.dtype,
+        pool_dtype: torch.dtype, max_batch: int, scale: float, device: torch.device, tuning: Tuning | None = None,
+    ):  # fmt: skip
+        self.heads, self.row_dim, self.latent_dim, self.block_size = heads, row_dim, latent_dim, block_size
+        self.scale, self.pool_dtype = scale, pool_dtype
+        self.out_dtype = torch.float32 if pool_dtype == torch.float32 else torch.bfloat16
+        self.wide = pool_dtype == torch.float32 or device.type == "cpu"
+        sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+        self.tuning = tuning or tuning_for(heads, latent_dim, self.wide, sms)
+        pieces = 2 * self.tuning.workers * heads
+        self.parts = torch.empty(pieces, latent_dim, dtype=torch.float32, device=device)
+        self.part_lse = torch.empty(pieces, dtype=torch.float32, device=device)
+
+    def plan(self, block_tables: torch.Tensor, context_lens: torch.Tensor, context_lens_host: Any = None) -> Plan:
+        assert block_tables.stride(-1) == 1 and block_tables.dtype == context_lens.dtype == torch.int32
+        lens = context_lens.clamp_min(1)  # an idle line of a graph reads one row of block 0
+        tiles = (lens + (self.tuning.tile - 1)).div(self.tuning.tile, rounding_mode="floor")
+        return Plan(block_tables, lens, tiles.cumsum(0, dtype=torch.int32))
+
+    def run(self, q: torch.Tensor, pool: torch.Tensor, plan: Plan, out: torch.Tensor | None = None) -> torch.Tensor:
+        batch = len(q)
+        made = q.new_empty(batch, self.heads, self.latent_dim, dtype=self.out_dtype) if out is None else out
+        if not batch:
+            return made
+        assert q.stride(-1) == pool.stride(-1) == 1 and pool.dtype == self.pool_dtype and made.is_contiguous()
+        block, tile, warps, stages, workers = self.tuning
+        widths = dict(LATENT=self.latent_dim, LATENT_PAD=triton.next_power_of_2(self.latent_dim))
+        rope = self.row_dim - self.latent_dim
+        _attend[(-(-self.heads // block), workers)](
+            q, pool, plan.tables, plan.lens, plan.ends, made, self.parts, self.part_lse,
+            self.scale * LOG2E, batch, self.heads, q.stride(0), q.stride(1), pool.stride(0), pool.stride(1),
+            plan.tables.stride(0), **widths, ROPE=rope, ROPE_PAD=max(16, triton.next_power_of_2(rope)),
+            BLOCK_SIZE=self.block_size, HEADS=block, TILE=tile, BATCH=triton.next_power_of_2(batch),
+            WIDE=self.wide, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        merged = min(8, triton.next_power_of_2(self.heads))
+        _merge[(batch, -(-self.heads // merged))](
+            plan.ends, made, self.parts, self.part_lse, batch, workers, self.heads, **widths, HEADS=merged, num_warps=4
+        )
+        return made
