@@ -8,6 +8,9 @@ absorbed   the cached rows themselves: plan(...) and run(...) as in mla_decode, 
 
 query_lens, context_lens: one integer a sequence, context_len >= query_len >= 1; the new tokens are the last ones of
 the context, so query j sees the first context_len - query_len + j + 1 keys. `scale` has no default (see mla_decode).
+varlen     the naive form planned once a step for all layers: `VARLEN_BACKENDS`, `open_varlen`
+  plan(query_lens, context_lens, heads, qk_dim, value_dim, scale, device, dtype=bf16) -> plan    host work, async uploads
+  run(q, k, v, plan)    as naive; rows may be strided, last dimensions dense; no host work
 Each is the other's oracle. The bits of the absorbed form depend on one query's own context only (see mla_decode).
 Source: DeepSeek-V2 report 2.1.
 """
@@ -16,14 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from kernels import cpu_library, mla_decode
 from kernels.mla_decode import KEY_CHUNK
-from kernels.select import Backend
+from kernels.mla_prefill_triton import TritonVarlen
+from kernels.mla_prefill_vendors import FlashInferVarlen, needs_flashinfer
+from kernels.select import Backend, choose
+from kernels.triton_support import needs_triton
 
 QUERY_TILE = 64  # queries at a time in the absorbed form: bounds the scores held at once
 
@@ -134,8 +140,45 @@ def reference(
     return out
 
 
+class TorchVarlen:
+    """`_sdpa` with the lengths kept in the plan."""
+
+    def plan(
+        self, query_lens: Sequence[int], context_lens: Sequence[int], heads: int, qk_dim: int, value_dim: int,
+        scale: float, device: torch.device, dtype: torch.dtype = torch.bfloat16,
+    ) -> tuple[list[int], list[int], float]:  # fmt: skip
+        return list(query_lens), list(context_lens), scale
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: tuple[list[int], list[int], float]
+    ) -> torch.Tensor:
+        return _sdpa(q, k, v, *plan)
+
+
+def open_varlen(
+    device: torch.device, wanted: str | None = None, *, qk_dim: int, value_dim: int, dtype: torch.dtype
+) -> Any:
+    """The first of VARLEN_BACKENDS (or the one named `wanted`) that runs on `device` and takes these widths.
+
+    Raises BackendUnavailable with the reason of each back end.
+    """
+
+    def fitting(backend: Backend) -> Backend:
+        misfit = getattr(backend.run, "misfit", lambda *sizes: None)
+        return Backend(
+            backend.name, backend.run, lambda where: backend.why_not(where) or misfit(qk_dim, value_dim, dtype)
+        )
+
+    return choose([fitting(backend) for backend in VARLEN_BACKENDS], device, wanted, op="mla_prefill").run
+
+
 NAIVE_BACKENDS = (Backend("torch", _sdpa), Backend("reference", reference))
 BACKENDS = (
     Backend("c", mla_decode.Paged(), why_not=cpu_library.why_not),
     Backend("folded", FoldedPrefill()),
+)
+VARLEN_BACKENDS = (
+    Backend("flashinfer", FlashInferVarlen(), why_not=needs_flashinfer),
+    Backend("triton", TritonVarlen(), why_not=needs_triton),
+    Backend("torch", TorchVarlen()),
 )
