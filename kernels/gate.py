@@ -2,11 +2,12 @@
 
 logits   [num_tokens, num_experts]  fp32, x @ router^T; may be overwritten
 bias     [num_experts]              fp32, added for the choice only (e_score_correction_bias)
-returns  weights [num_tokens, top_k] fp32, ids [num_tokens, top_k] int64, best choice first
+returns  weights [num_tokens, top_k] fp32, ids [num_tokens, top_k] int64 (`triton`: int32), best choice first
 
 Choice score = sigmoid(logit) + bias. A group scores the sum of its two best choice scores; experts outside the
 `topk_group` best groups are out. The weight is the sigmoid without bias, divided by (sum + 1e-20) when `norm_topk_prob`,
-times `routed_scaling_factor`. Rows do not look at each other; an exact tie goes to the lower id in `c` and `reference`.
+times `routed_scaling_factor`. Rows do not look at each other; an exact tie goes to the lower id in `c`, `triton` and
+`reference`. `triton` ranks NaN last, so that even then the ids of a row are distinct and in range (its weights are NaN).
 Source: DeepSeek-V3 report 2.1.2; transformers for the epsilon.
 """
 
@@ -18,6 +19,7 @@ import torch
 
 from kernels import cpu_library
 from kernels.select import Backend
+from kernels.triton_support import jit, needs_triton, tl, triton
 
 LANES = 8  # as in cpu.c
 
@@ -82,7 +84,79 @@ def _c(logits: torch.Tensor, bias: torch.Tensor, limits: Limits) -> tuple[torch.
     return weights, ids
 
 
+@jit
+def _sigmoid(logits):
+    return 1.0 / (1.0 + tl.exp(-logits))
+
+
+@jit
+def _kernel(
+    logits, row_stride, bias, weights, ids, num_tokens, n_group, size, factor,
+    KEPT: tl.constexpr, TOP_K: tl.constexpr, NORM: tl.constexpr,
+    TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, CHOICES: tl.constexpr,
+):  # fmt: skip
+    """TOKENS rows a program, seen as [SIZE, TOKENS * GROUPS]: a thread owns a group, so most maxima need no exchange."""
+    lane, member = tl.arange(0, TOKENS * GROUPS), tl.arange(0, SIZE)
+    token, group = tl.program_id(0) * TOKENS + lane // GROUPS, lane % GROUPS
+    expert = group[None, :] * size + member[:, None]
+    valid = ((group < n_group) & (token < num_tokens))[None, :] & (member < size)[:, None]
+    seen = tl.load(logits + token.to(tl.int64)[None, :] * row_stride + expert, mask=valid, other=0.0)
+    choice = _sigmoid(seen) + tl.load(bias + expert, mask=valid, other=0.0)
+    choice = tl.where(choice == choice, choice, -1e30)
+    choice = tl.where((group < n_group)[None, :] & (member < size)[:, None], choice, float("-inf"))
+    if KEPT < GROUPS:
+        best, place = tl.max(choice, 0, return_indices=True)
+        if SIZE > 1:
+            best += tl.max(tl.where(member[:, None] == place[None, :], float("-inf"), choice), 0)
+        score, index = tl.reshape(best, (TOKENS, GROUPS)), tl.arange(0, GROUPS)
+        one, other = score[:, :, None], score[:, None, :]
+        better = (other > one) | ((other == one) & (index[None, None, :] < index[None, :, None]))
+        rank = tl.reshape(tl.sum(better.to(tl.int32), 2), (TOKENS * GROUPS,))
+        choice = tl.where((rank < KEPT)[None, :], choice, float("-inf"))
+    column = tl.arange(0, CHOICES)
+    chosen = tl.zeros((TOKENS, CHOICES), tl.int32)
+    for k in tl.static_range(TOP_K):
+        best, place = tl.max(choice, 0, return_indices=True)
+        by_group = tl.reshape(best, (TOKENS, GROUPS))
+        its_expert = tl.reshape(group * size + place, (TOKENS, GROUPS))
+        top = tl.max(by_group, 1)
+        winner = tl.min(tl.where(by_group == top[:, None], its_expert, 1 << 30), 1)
+        chosen = tl.where((column == k)[None, :], winner[:, None], chosen)
+        taken = tl.reshape(tl.broadcast_to(winner[:, None], (TOKENS, GROUPS)), (TOKENS * GROUPS,))
+        choice = tl.where(expert == taken[None, :], float("-inf"), choice)
+    row = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    here = (row < num_tokens)[:, None] & (column < TOP_K)[None, :]
+    weight = _sigmoid(tl.load(logits + row[:, None] * row_stride + chosen, mask=here, other=0.0))
+    weight = tl.where((column < TOP_K)[None, :], weight, 0.0)
+    if NORM:
+        weight = weight / (tl.sum(weight, 1) + 1e-20)[:, None]
+    to = row[:, None] * TOP_K + column[None, :]
+    tl.store(weights + to, weight * factor, mask=here)
+    tl.store(ids + to, chosen, mask=here)
+
+
+def _triton(
+    logits: torch.Tensor, bias: torch.Tensor, limits: Limits, lanes: int = 32, num_warps: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, experts = logits.shape
+    top_k, size = limits.num_experts_per_tok, experts // limits.n_group
+    if top_k > limits.topk_group * size or logits.stride(1) != 1:
+        raise ValueError(f"top {top_k} of {limits.topk_group} groups of {size} experts; logits {tuple(logits.shape)}")
+    weights = torch.empty(tokens, top_k, device=logits.device)
+    ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
+    groups = triton.next_power_of_2(limits.n_group)
+    per_program = max(1, lanes // groups)
+    if tokens:
+        _kernel[(triton.cdiv(tokens, per_program),)](
+            logits, logits.stride(0), bias, weights, ids, tokens, limits.n_group, size, limits.routed_scaling_factor,
+            limits.topk_group, top_k, limits.norm_topk_prob,
+            per_program, groups, triton.next_power_of_2(size), triton.next_power_of_2(top_k), num_warps=num_warps,
+        )  # fmt: skip
+    return weights, ids
+
+
 BACKENDS = (
+    Backend("triton", _triton, why_not=needs_triton),
     Backend("c", _c, why_not=cpu_library.why_not),
     Backend("torch", _torch),
     Backend("reference", reference),
