@@ -1,0 +1,131 @@
+"""Products with NVFP4 weights: one matrix, experts by starts, experts by counts; and that they compile for both chips."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kernels import fp8, grouped_nvfp4, nvfp4, nvfp4_linear
+from kernels.triton_support import triton
+
+BF16_STEPS = 2.0**-7  # operands and result rounded to bf16, sums of up to 512 products in fp32
+
+
+def _weight(*shape, device):
+    return nvfp4.quantise(torch.randn(*shape, device=device) / shape[-1] ** 0.5)
+
+
+def _expected(rows, weight):
+    x = fp8.dequantise_rows(rows) if isinstance(rows, fp8.Fp8Rows) else rows
+    return x.double() @ nvfp4.dequantise(weight).double().T
+
+
+def _usable(backends, device):
+    """References and kernels that run on this device; interpreted Triton counts."""
+    interpreted = device.type == "cpu"
+    return [b for b in backends if b.why_not(device) is None or (interpreted and b.name == "triton")]
+
+
+def _rows(count, width, device, kind):
+    x = torch.randn(count, width, device=device).bfloat16()
+    return fp8.reference(x) if kind == "fp8" else x
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("tokens, n, width", [(1, 8, 128), (5, 144, 256), (18, 130, 128), (0, 8, 128)])
+def test_every_linear_back_end_equals_the_dequantised_product(triton_device, kind, tokens, n, width):
+    torch.manual_seed(tokens)
+    weight, rows = _weight(n, width, device=triton_device), _rows(tokens, width, triton_device, kind)
+    for backend in _usable(nvfp4_linear.LINEAR_BACKENDS, triton_device):
+        out = torch.full((tokens, n), float("nan"), device=triton_device, dtype=torch.bfloat16)
+        made = backend.run.run(rows, backend.run.prepare(weight), out)
+        assert made.data_ptr() == out.data_ptr(), backend.name
+        torch.testing.assert_close(out.double(), _expected(rows, weight), rtol=BF16_STEPS, atol=BF16_STEPS)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_contiguous_experts_read_their_own_rows_and_touch_no_padding_beyond(triton_device, kind):
+    torch.manual_seed(3)
+    starts = torch.tensor([0, 16, 16, 48], dtype=torch.int32, device=triton_device)
+    weight, rows = _weight(3, 136, 128, device=triton_device), _rows(64, 128, triton_device, kind)
+    for backend in _usable(grouped_nvfp4.CONTIGUOUS_BACKENDS, triton_device):
+        made = backend.run.run(rows, backend.run.prepare(weight), starts)
+        assert made.shape == (64, 136)
+        x = fp8.dequantise_rows(rows) if kind == "fp8" else rows
+        for expert, (first, end) in enumerate([(0, 16), (16, 16), (16, 48)]):
+            expected = _expected(x[first:end], _one(weight, expert))
+            torch.testing.assert_close(made[first:end].double(), expected, rtol=BF16_STEPS, atol=BF16_STEPS)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_masked_experts_compute_the_first_counts_rows(triton_device, kind):
+    torch.manual_seed(4)
+    counts = [3, 0, 16]
+    weight, flat = _weight(3, 72, 256, device=triton_device), torch.randn(48, 256, device=triton_device).bfloat16()
+    flat[4:16] = float("nan")  # rows nobody may let into the others
+    rows = flat.view(3, 16, 256)
+    if kind == "fp8":
+        data, scale = fp8.reference(flat)
+        rows = fp8.Fp8Rows(data.view(3, 16, 256), scale.view(3, 16, 2).transpose(1, 2).contiguous().transpose(1, 2))
+    on_device = torch.tensor(counts, dtype=torch.int32, device=triton_device)
+    for backend in _usable(grouped_nvfp4.MASKED_BACKENDS, triton_device):
+        made = backend.run.run(rows, backend.run.prepare(weight), on_device)
+        assert made.shape == (3, 16, 72)
+        for expert, count in enumerate(counts):
+            x = flat.view(3, 16, 256)[expert, :count]
+            x = fp8.dequantise_rows(fp8.reference(x)) if kind == "fp8" else x
+            expected = _expected(x, _one(weight, expert))
+            torch.testing.assert_close(made[expert, :count].double(), expected, rtol=BF16_STEPS, atol=BF16_STEPS)
+
+
+def _one(weight, expert):
+    return nvfp4.Nvfp4Weight(weight.packed[expert], weight.block_scale[expert], weight.global_scale[expert])
+
+
+def test_a_weight_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="k % 128"):
+        grouped_nvfp4.TritonGrouped.prepare(nvfp4.quantise(torch.randn(2, 8, 64)))
+    with pytest.raises(ValueError, match="k % 128"):
+        nvfp4_linear.TritonLinear.prepare(nvfp4.quantise(torch.randn(8, 64)))
+
+
+@pytest.mark.skipif(triton is None, reason="needs triton")
+@pytest.mark.parametrize("capability", [90, 100])
+def test_the_triton_kernels_compile_for_hopper_and_blackwell(capability, tmp_path):
+    """No GPU is needed, and nothing runs. In a process of its own: here kernels may be interpreted."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
+    script = [sys.executable, "-c", COMPILE, str(capability)]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) > 10_000  # bytes of machine code
+
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kernels import nvfp4, nvfp4_triton
+
+def cubin(kernel, ints, pointers, constants):
+    signature = dict.fromkeys(ints.split(), "i32") | pointers
+    source = ASTSource(kernel, signature=signature, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options={"num_warps": 8}).asm["cubin"]
+
+multiply = cubin(
+    nvfp4_triton.multiply_kernel, "rows n width x_stride rows_each",
+    {"x": "*fp8e4nv", "x_scale": "*fp32", "packed": "*u8", "block_scale": "*u8", "global_scale": "*fp32",
+     "starts": "*i32", "counts": "*i32", "out": "*bf16"},
+    {"FP8": True, "HAS_STARTS": True, "HAS_COUNTS": False, "TILE_N": 128, "TILE_ROWS": 64, "TILE_K": 128,
+     "WIDE": False},
+)
+quantise = cubin(
+    nvfp4._quantise_kernel, "rows width row_stride",
+    {"x": "*bf16", "global_scale": "*fp32", "packed": "*u8", "block_scale": "*u8"}, {"ROWS": 4, "BLOCKS": 64},
+)
+print(len(multiply) + len(quantise))
+"""
