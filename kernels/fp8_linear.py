@@ -1,18 +1,34 @@
-"""DeepSeek's block-scaled FP8 weights: W = q * s, one scale for each 128 x 128 block.
+"""DeepSeek's block-scaled FP8 weights: W = q * s, one scale for each 128 x 128 block; dequantised, or multiplied as they are.
 
-quantised  [out, in]                            float8_e4m3fn
-scale_inv  [ceil(out / 128), ceil(in / 128)]    fp32, the *multiplier* in spite of its name (`weight_scale_inv`)
-returns    [out, in]                            fp32
+BACKENDS  run(quantised, scale_inv, block) -> [out, in] fp32, for hosts without FP8 tensor cores: once, at load
+  quantised  [out, in]                            float8_e4m3fn
+  scale_inv  [ceil(out / 128), ceil(in / 128)]    fp32, the *multiplier* in spite of its name (`weight_scale_inv`)
 
-The last block of a side may be partial (kv_a_proj_with_mqa has 576 rows). Without FP8 tensor cores the weight is
-dequantised once at load and served by an ordinary linear. Source: DeepSeek-V3 report 3.3, its inference/kernel.py.
+LINEAR_BACKENDS  y = x @ W^T on FP8 tensor cores, objects with
+  prepare(weight)             Fp8Weight, data [n, k] -> what `run` wants, made once at load
+  run(rows, prepared, out)    Fp8Rows, data [num_tokens, k], scale strides (1, num_tokens) -> [num_tokens, n] bf16, into
+                              `out` when given (dense rows)
+  Sums over each 128 of k are scaled in fp32. No tokens give no rows. n and k need be no multiples of 128.
+
+The last block of a side may be partial (kv_a_proj_with_mqa has 576 rows). `cuda` is grouped_fp8.cu with one expert and
+takes k in multiples of 16 and n in multiples of 8; `cublas` wants n in multiples of 16, k of 512 and tokens of 4, and
+pads what is not (weights at `prepare`, rows at every call); `flashinfer` wants n in multiples of 64 and k of 128.
+Source: DeepSeek-V3 report 3.3, its inference/kernel.py.
 """
 
 from __future__ import annotations
 
-import torch
+from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
+
+from kernels import cuda_library, grouped_linear
+from kernels.fp8 import GROUP, Fp8Rows, Fp8Weight, dequantise_rows, dequantise_weight
 from kernels.select import Backend
+from kernels.triton_support import needs_capability, needs_triton
+
+CUBLAS_N, CUBLAS_K, CUBLAS_TOKENS = 16, 4 * GROUP, 4
 
 
 def reference(quantised: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -32,3 +48,160 @@ def _repeat(quantised: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, 
 
 
 BACKENDS = (Backend("torch", _repeat), Backend("reference", reference))
+
+
+class ReferenceLinear:
+    """fp32 products of dequantised operands."""
+
+    @staticmethod
+    def prepare(weight: Fp8Weight) -> Fp8Weight:
+        return weight
+
+    @staticmethod
+    def run(rows: Fp8Rows, w: Fp8Weight, out: torch.Tensor | None = None) -> torch.Tensor:
+        made = (dequantise_rows(rows) @ dequantise_weight(w).T).bfloat16()
+        return made if out is None else out.copy_(made)
+
+
+class OneExpert:
+    """Weights as the grouped kernels want them."""
+
+    @staticmethod
+    def prepare(weight: Fp8Weight) -> Fp8Weight:
+        return Fp8Weight(weight.data.contiguous()[None], weight.scale.float().contiguous()[None])
+
+
+class TritonLinear(OneExpert):
+    @staticmethod
+    def run(rows: Fp8Rows, w: Fp8Weight, out: torch.Tensor | None = None) -> torch.Tensor:
+        return grouped_linear.launch_triton(rows, w, None, grouped_linear.DENSE, out)
+
+
+class CudaLinear(OneExpert):
+    @staticmethod
+    def run(rows: Fp8Rows, w: Fp8Weight, out: torch.Tensor | None = None) -> torch.Tensor:
+        blocks = cuda_library.multiprocessors(rows.data.device)
+        slabs, columns = tile_for(len(rows.data), w.data.shape[1], blocks)
+        return grouped_linear.launch_cuda(
+            rows, w, None, grouped_linear.DENSE, out, slabs=slabs, columns=columns, turns=grouped_linear.TURNS
+        )
+
+
+# Slabs of 64 rows, columns, and about how fast a full tile of that size is beside the largest: small ones read more for
+# each product.
+TILES = ((4, 128, 1.0), (3, 128, 0.95), (2, 128, 0.9), (4, 64, 0.8), (2, 64, 0.75), (1, 128, 0.75), (1, 64, 0.65))
+
+
+def tile_for(num_tokens: int, n: int, blocks: int) -> tuple[int, int]:
+    """Slabs and columns of a tile: large, yet enough tiles to keep `blocks` multiprocessors busy to the end."""
+    slabs_needed = -(-num_tokens // 64)
+
+    def score(tile: tuple[int, int, float]) -> float:
+        slabs, columns, speed = tile
+        tiles = -(-slabs_needed // slabs) * -(-n // columns)
+        rounds = -(-tiles // blocks)
+        return speed * slabs_needed * n / (rounds * blocks * slabs * columns)
+
+    return max((tile for tile in TILES if tile[0] <= max(slabs_needed, 1)), key=score)[:2]
+
+
+class CublasWeight(NamedTuple):
+    data: torch.Tensor  # [k, n] view of [n, k], both padded
+    scale: torch.Tensor  # [k / 128, ceil(n / 128)] view with strides (1, k / 128)
+    n: int
+    k: int
+
+
+class CublasLinear:
+    """torch._scaled_mm with 1 x 128 and 128 x 128 scales, which is cuBLASLt's own kernel on Hopper (CUDA 12.9)."""
+
+    @staticmethod
+    def prepare(weight: Fp8Weight) -> CublasWeight:
+        n, k = weight.data.shape
+        data = _padded(weight.data, -n % CUBLAS_N, -k % CUBLAS_K)
+        steps = data.shape[1] // GROUP
+        scale = torch.zeros(-(-data.shape[0] // GROUP), steps, device=data.device)
+        scale[: weight.scale.shape[0], : weight.scale.shape[1]] = weight.scale
+        return CublasWeight(data.T, scale.T, n, k)
+
+    @staticmethod
+    def run(rows: Fp8Rows, w: CublasWeight, out: torch.Tensor | None = None) -> torch.Tensor:
+        tokens = len(rows.data)
+        data, scale = rows
+        if tokens % CUBLAS_TOKENS or w.data.shape[0] != w.k:
+            data, scale = _padded_rows(rows, -tokens % CUBLAS_TOKENS, w.data.shape[0])
+        direct = out is not None and len(data) == tokens and w.data.shape[1] == w.n and out.is_contiguous()
+        made = torch._scaled_mm(
+            data, w.data, scale, w.scale, out_dtype=torch.bfloat16, use_fast_accum=True, out=out if direct else None
+        )
+        if direct:
+            return made
+        made = made[:tokens, : w.n]
+        return made if out is None else out.copy_(made)
+
+
+def _padded(data: torch.Tensor, more_rows: int, more_columns: int) -> torch.Tensor:
+    """Zeros appended; FP8 has no arithmetic of its own, hence the bytes."""
+    if not more_rows and not more_columns:
+        return data.contiguous()
+    return F.pad(data.view(torch.uint8), (0, more_columns, 0, more_rows)).view(torch.float8_e4m3fn)
+
+
+def _padded_rows(rows: Fp8Rows, more_tokens: int, width: int) -> Fp8Rows:
+    data = _padded(rows.data, more_tokens, width - rows.data.shape[1])
+    scale = F.pad(rows.scale.T, (0, more_tokens, 0, width // GROUP - rows.scale.shape[1])).T
+    return Fp8Rows(data, scale)
+
+
+class FlashInferLinear:
+    """FlashInfer's Hopper kernel (DeepGEMM inside, compiled at first use of a shape)."""
+
+    @staticmethod
+    def prepare(weight: Fp8Weight) -> Fp8Weight:
+        n, k = weight.data.shape
+        if n % 64 or k % GROUP:
+            raise ValueError(f"flashinfer's fp8 product needs n % 64 == 0 and k % 128 == 0, not {n} x {k}")
+        return Fp8Weight(weight.data.contiguous(), weight.scale.float().contiguous())
+
+    @staticmethod
+    def run(rows: Fp8Rows, w: Fp8Weight, out: torch.Tensor | None = None) -> torch.Tensor:
+        from flashinfer.gemm import fp8_blockscale_gemm_sm90
+
+        if len(rows.data) % CUBLAS_TOKENS:
+            raise ValueError(f"flashinfer's fp8 product needs tokens in multiples of 4, not {len(rows.data)}")
+        return fp8_blockscale_gemm_sm90(rows.data, w.data, rows.scale, w.scale, out=out)
+
+
+def _cublas_why_not(device: Any) -> str | None:
+    """Tried, not looked up: torch 2.11 and 2.13 differ in what they check, and older CUDA has no such kernel."""
+    reason = needs_capability(9, exactly=True)(device)
+    if reason is not None:
+        return reason
+    try:
+        scale = torch.ones(4, CUBLAS_N, device=device).T
+        rows = Fp8Rows(torch.zeros(CUBLAS_N, CUBLAS_K, dtype=torch.float8_e4m3fn, device=device), scale)
+        weight = Fp8Weight(torch.zeros(GROUP, CUBLAS_K, dtype=torch.float8_e4m3fn, device=device), scale[:1])
+        CublasLinear.run(rows, CublasLinear.prepare(weight))
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"torch._scaled_mm refuses block scales here: {str(error).splitlines()[0]}"
+    return None
+
+
+def _flashinfer_why_not(device: Any) -> str | None:
+    reason = needs_capability(9, exactly=True)(device)
+    if reason is not None:
+        return reason
+    try:
+        from flashinfer.gemm import fp8_blockscale_gemm_sm90  # noqa: F401
+    except (ImportError, OSError) as error:
+        return f"flashinfer has no Hopper block-scaled product here: {error}"
+    return None
+
+
+LINEAR_BACKENDS = (
+    Backend("cuda", CudaLinear, why_not=cuda_library.why_not),
+    Backend("cublas", CublasLinear, why_not=_cublas_why_not),
+    Backend("flashinfer", FlashInferLinear, why_not=_flashinfer_why_not),
+    Backend("triton", TritonLinear, why_not=needs_triton),
+    Backend("reference", ReferenceLinear),
+)

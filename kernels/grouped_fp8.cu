@@ -1,0 +1,399 @@
+// y[rows, n] = x[rows, k] . w[expert(row), n, k]^T for block-scaled FP8 on Hopper (sm_90a).
+//
+// x         [rows, k]                    e4m3, one fp32 scale for each row and 128 of k; neighbours in memory are rows
+// w         [experts, n, k]              e4m3, one fp32 scale for each 128 x 128 block
+// y         [rows, n]                    bf16
+//
+// One block of threads per multiprocessor walks over tiles of at most 256 rows by N columns. A producer thread keeps a ring
+// of shared-memory stages filled through the bulk copy engine; two warpgroups multiply. An instruction covers 64 rows; each
+// group of 64 rows ("slab") that a tile really has costs a load and its products, absent ones cost nothing: 16 rows of an
+// expert and 60000 take the same road. Tensor cores keep about 14 bits while they sum, hence the sum over each 128 of k is
+// added to fp32 registers with its scales; while one warpgroup does that, the other multiplies.
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+#include <stdint.h>
+
+namespace {
+
+constexpr int kStep = 128;               // of k, in one stage: one scale, and one 128-byte swizzled line
+constexpr int kSlab = 64;                // rows of one wgmma
+constexpr int kSlabBytes = kSlab * kStep;
+constexpr int kMaxSlabs = 4;
+constexpr int kMaxExperts = 128;
+constexpr int kMaxStages = 16;
+constexpr int kConsumers = 2;            // warpgroups
+constexpr int kThreads = (kConsumers + 1) * 128;
+
+enum Mode { kDense = 0, kContiguous = 1, kMasked = 2 };
+
+struct Problem {
+    const float* x_scale;
+    const float* w_scale;
+    __nv_bfloat16* out;
+    const int* bounds;                   // contiguous: starts[experts + 1]; masked: counts[experts]; dense: unused
+    long long x_scale_step;              // floats between one row's neighbouring scales
+    long long x_scale_expert;            // what a masked expert's scales are further away than its rows
+    long long out_stride;
+    int rows, experts, n, k, mode;
+    int slabs, stages, group;
+};
+
+struct Tables {
+    int first_tile[kMaxExperts + 1], begin[kMaxExperts], end[kMaxExperts];
+    uint64_t full[kMaxStages], empty[kMaxStages];
+};
+
+struct Tile {
+    int expert, row, row_end, column;
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- mbarriers ----
+
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+    uint32_t done = 0;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+            : "=r"(done)
+            : "r"(shared_address(barrier)), "r"(parity)
+            : "memory");
+    } while (!done);
+}
+
+__device__ __forceinline__ void load_box(const CUtensorMap* map, void* to, uint64_t* barrier, int k, int row) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+            shared_address(to)),
+        "l"(map), "r"(shared_address(barrier)), "r"(k), "r"(row)
+        : "memory");
+}
+
+// ---- wgmma ----
+
+// 128-byte swizzle, lines of 128 bytes along k, eight lines (1024 bytes) to the next group.
+__device__ __forceinline__ uint64_t descriptor(const void* tile) {
+    uint64_t address = shared_address(tile);
+    return ((address & 0x3FFFF) >> 4) | (uint64_t(1) << 16) | (uint64_t(1024 >> 4) << 32) | (uint64_t(1) << 62);
+}
+
+__device__ __forceinline__ void products_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+#define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define F16(i) F4(i), F4(i + 4), F4(i + 8), F4(i + 12)
+
+__device__ __forceinline__ void multiply(float (&d)[64], uint64_t a, uint64_t b, int add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
+        "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "%64, %65, p, 1, 1;\n}\n"
+        : F16(0), F16(16), F16(32), F16(48)
+        : "l"(a), "l"(b), "r"(add));
+}
+
+__device__ __forceinline__ void multiply(float (&d)[32], uint64_t a, uint64_t b, int add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1;\n}\n"
+        : F16(0), F16(16)
+        : "l"(a), "l"(b), "r"(add));
+}
+
+// The sum over one stage's 128 of k into `d`.
+template <int R>
+__device__ __forceinline__ void multiply_stage(float (&d)[R], uint64_t a, uint64_t b) {
+    products_fence();
+#pragma unroll
+    for (int part = 0; part < 4; ++part) multiply(d, a + 2 * part, b + 2 * part, part != 0);
+    products_commit();
+}
+
+template <int R>
+__device__ __forceinline__ void add_scaled(float (&sum)[R], const float (&part)[R], float upper, float lower) {
+#pragma unroll
+    for (int i = 0; i < R; i += 4) {
+        sum[i] = fmaf(part[i], upper, sum[i]);
+        sum[i + 1] = fmaf(part[i + 1], upper, sum[i + 1]);
+        sum[i + 2] = fmaf(part[i + 2], lower, sum[i + 2]);
+        sum[i + 3] = fmaf(part[i + 3], lower, sum[i + 3]);
+    }
+}
+
+// Warpgroups take turns at issuing products, so that their scaling falls beside the other's products.
+__device__ __forceinline__ void turn_wait(int group) { asm volatile("bar.sync %0, 256;" ::"r"(2 + group) : "memory"); }
+__device__ __forceinline__ void turn_give(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 + group) : "memory"); }
+
+// ---- tiles ----
+
+__device__ void fill_tables(Tables& tables, const Problem& problem, int tile_rows, int column_tiles) {
+    for (int e = threadIdx.x; e < problem.experts; e += blockDim.x) {
+        int begin = 0, end = problem.rows;
+        if (problem.mode == kContiguous) {
+            begin = problem.bounds[e];
+            end = min(problem.bounds[e + 1], problem.rows);
+        } else if (problem.mode == kMasked) {
+            begin = e * problem.rows;
+            end = begin + min(problem.bounds[e], problem.rows);
+        }
+        tables.begin[e] = begin;
+        tables.end[e] = end;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        int tiles = 0;
+        for (int e = 0; e < problem.experts; ++e) {
+            tables.first_tile[e] = tiles;
+            tiles += max(0, (tables.end[e] - tables.begin[e] + tile_rows - 1) / tile_rows) * column_tiles;
+        }
+        tables.first_tile[problem.experts] = tiles;
+    }
+    __syncthreads();
+}
+
+// Tiles of an expert go in groups of `group` row tiles, all columns of a group before the next: what runs at one time
+// shares its rows and its weights in the L2 cache. `expert` only grows, so the search goes on where it stopped.
+__device__ __forceinline__ Tile locate(int tile, int& expert, const Tables& tables, const Problem& problem, int tile_rows,
+                                       int tile_columns, int column_tiles) {
+    while (tile >= tables.first_tile[expert + 1]) ++expert;
+    int local = tile - tables.first_tile[expert];
+    int row_tiles = (tables.first_tile[expert + 1] - tables.first_tile[expert]) / column_tiles;
+    int first = local / (problem.group * column_tiles) * problem.group;
+    int height = min(row_tiles - first, problem.group);
+    local -= first * column_tiles;
+    Tile found;
+    found.expert = expert;
+    found.row = tables.begin[expert] + (first + local % height) * tile_rows;
+    found.row_end = min(tables.end[expert], found.row + tile_rows);
+    found.column = local / height * tile_columns;
+    return found;
+}
+
+// 16 rows x N columns of one warp, through its own piece of shared memory, so that each row leaves in whole lines.
+template <int N>
+__device__ __forceinline__ void store_slab(const float (&sum)[N / 2], char* stage, const Problem& problem, int row,
+                                           int row_end, int column, int lane) {
+    constexpr int kChunks = N / 8;       // 16-byte chunks of a row
+    int matrix_row = (lane & 7) + (lane & 8);
+#pragma unroll
+    for (int j = 0; j < kChunks; j += 2) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            __nv_bfloat162 two = __floats2bfloat162_rn(sum[4 * j + 2 * i], sum[4 * j + 2 * i + 1]);
+            packed[i] = *reinterpret_cast<uint32_t*>(&two);
+        }
+        int chunk = (j + (lane >> 4)) ^ (matrix_row & 7);
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                         shared_address(stage + matrix_row * N * 2 + chunk * 16)),
+                     "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
+                     : "memory");
+    }
+    __syncwarp();
+    constexpr int kRowsAtOnce = 32 / kChunks;
+    int chunk = lane % kChunks;
+#pragma unroll
+    for (int i = 0; i < 16; i += kRowsAtOnce) {
+        int r = i + lane / kChunks;
+        uint4 line = *reinterpret_cast<const uint4*>(stage + r * N * 2 + (chunk ^ (r & 7)) * 16);
+        if (row + r < row_end && column + chunk * 8 < problem.n)
+            *reinterpret_cast<uint4*>(problem.out + (row + r) * problem.out_stride + column + chunk * 8) = line;
+    }
+    __syncwarp();
+}
+
+template <int N>
+__device__ void produce(const CUtensorMap* x_map, const CUtensorMap* w_map, char* ring, Tables& tables,
+                        const Problem& problem) {
+    int tile_rows = problem.slabs * kSlab, column_tiles = (problem.n + N - 1) / N;
+    int stage_bytes = problem.slabs * kSlabBytes + N * kStep, steps = (problem.k + kStep - 1) / kStep;
+    int stage = 0, expert = 0;
+    uint32_t parity = 1;                 // a fresh barrier counts as one whose phase before this one is over
+    for (int t = blockIdx.x; t < tables.first_tile[problem.experts]; t += gridDim.x) {
+        Tile tile = locate(t, expert, tables, problem, tile_rows, N, column_tiles);
+        int slabs = (tile.row_end - tile.row + kSlab - 1) / kSlab;
+        int w_row = tile.expert * problem.n + tile.column;
+        for (int step = 0; step < steps; ++step) {
+            uint64_t* full = &tables.full[stage];
+            char* to = ring + stage * stage_bytes;
+            barrier_wait(&tables.empty[stage], parity);
+            barrier_expect(full, slabs * kSlabBytes + N * kStep);
+            load_box(w_map, to, full, step * kStep, w_row);
+            for (int slab = 0; slab < slabs; ++slab)
+                load_box(x_map, to + N * kStep + slab * kSlabBytes, full, step * kStep, tile.row + slab * kSlab);
+            if (++stage == problem.stages) stage = 0, parity ^= 1;
+        }
+    }
+}
+
+template <int N, bool kTurns>
+__device__ void consume(char* ring, char* staging, Tables& tables, const Problem& problem) {
+    constexpr int kSums = N / 2;         // registers of one thread for one slab
+    int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, group = (threadIdx.x >> 7) - 1;
+    int tile_rows = problem.slabs * kSlab, column_tiles = (problem.n + N - 1) / N;
+    int stage_bytes = problem.slabs * kSlabBytes + N * kStep, steps = (problem.k + kStep - 1) / kStep;
+    int scale_columns = (problem.n + 127) / 128;
+    char* own = staging + (group * 4 + warp) * 16 * N * 2;
+    int stage = 0, expert = 0;
+    uint32_t parity = 0;
+    if (kTurns && group == 1) turn_give(0);
+    for (int t = blockIdx.x; t < tables.first_tile[problem.experts]; t += gridDim.x) {
+        Tile tile = locate(t, expert, tables, problem, tile_rows, N, column_tiles);
+        int slabs = (tile.row_end - tile.row + kSlab - 1) / kSlab;
+        bool first = group < slabs, second = group + 2 < slabs, turns = kTurns && slabs == kMaxSlabs;
+        const float* w_scale =
+            problem.w_scale + (long long)(tile.expert * scale_columns + tile.column / 128) * steps;
+        int row = tile.row + group * kSlab + warp * 16 + lane / 4, last = tile.row_end - 1;
+        const float* x_scale = problem.x_scale + tile.expert * problem.x_scale_expert;
+        const float *p0 = x_scale + min(row, last), *p1 = x_scale + min(row + 8, last);
+        const float *p2 = x_scale + min(row + 128, last), *p3 = x_scale + min(row + 136, last);
+        float sums[2][kSums];
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sums[0][i] = sums[1][i] = 0.0f;
+        float s0 = __ldg(p0), s1 = __ldg(p1), s2 = __ldg(p2), s3 = __ldg(p3), sw = __ldg(w_scale);
+        for (int step = 0; step < steps; ++step) {
+            float part[kSums];
+            float u0 = s0 * sw, u1 = s1 * sw, u2 = s2 * sw, u3 = s3 * sw;
+            const char* w_tile = ring + stage * stage_bytes;
+            const char* x_tile = w_tile + N * kStep + group * kSlabBytes;
+            uint64_t w_descriptor = descriptor(w_tile);
+            barrier_wait(&tables.full[stage], parity);
+            if (step + 1 < steps) {
+                long long next = (step + 1) * problem.x_scale_step;
+                s0 = __ldg(p0 + next), s1 = __ldg(p1 + next), s2 = __ldg(p2 + next), s3 = __ldg(p3 + next);
+                sw = __ldg(w_scale + step + 1);
+            }
+            if (first) {
+                if (turns) turn_wait(group);
+                multiply_stage(part, descriptor(x_tile), w_descriptor);
+                if (turns) turn_give(group ^ 1);
+                products_wait();
+                if (!second && lane == 0) barrier_arrive(&tables.empty[stage]);
+                add_scaled(sums[0], part, u0, u1);
+            } else if (lane == 0) {
+                barrier_arrive(&tables.empty[stage]);
+            }
+            if (second) {
+                if (turns) turn_wait(group);
+                multiply_stage(part, descriptor(x_tile + 2 * kSlabBytes), w_descriptor);
+                if (turns) turn_give(group ^ 1);
+                products_wait();
+                if (lane == 0) barrier_arrive(&tables.empty[stage]);
+                add_scaled(sums[1], part, u2, u3);
+            }
+            if (++stage == problem.stages) stage = 0, parity ^= 1;
+        }
+        int store_row = tile.row + group * kSlab + warp * 16;
+        if (first) store_slab<N>(sums[0], own, problem, store_row, tile.row_end, tile.column, lane);
+        if (second) store_slab<N>(sums[1], own, problem, store_row + 128, tile.row_end, tile.column, lane);
+    }
+}
+
+template <int N, bool kTurns>
+__global__ void __launch_bounds__(kThreads, 1)
+    grouped(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
+            const __grid_constant__ Problem problem) {
+    extern __shared__ char raw[];
+    __shared__ Tables tables;
+    char* ring = raw + (1024 - (shared_address(raw) & 1023)) % 1024;
+    char* staging = ring + problem.stages * (problem.slabs * kSlabBytes + N * kStep);
+    if (threadIdx.x < problem.stages) {
+        barrier_init(&tables.full[threadIdx.x], 1);
+        barrier_init(&tables.empty[threadIdx.x], kConsumers * 4);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    fill_tables(tables, problem, problem.slabs * kSlab, (problem.n + N - 1) / N);
+    if (threadIdx.x < 128) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (threadIdx.x == 0) produce<N>(&x_map, &w_map, ring, tables, problem);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        consume<N, kTurns>(ring, staging, tables, problem);
+    }
+}
+
+// ---- host ----
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+Encode encoder() {
+    static Encode found = [] {
+        void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+        return driver ? reinterpret_cast<Encode>(dlsym(driver, "cuTensorMapEncodeTiled")) : nullptr;
+    }();
+    return found;
+}
+
+int encode(CUtensorMap* map, const void* data, long long rows, int k, int box_rows) {
+    cuuint64_t sizes[2] = {cuuint64_t(k), cuuint64_t(rows)}, strides[1] = {cuuint64_t(k)};
+    cuuint32_t box[2] = {kStep, cuuint32_t(box_rows)}, steps[2] = {1, 1};
+    return encoder()(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(data), sizes, strides, box, steps,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+constexpr int kSharedLimit = 227 * 1024;
+
+template <int N, bool kTurns>
+int launch(const CUtensorMap& x_map, const CUtensorMap& w_map, Problem problem, int blocks, cudaStream_t stream) {
+    int stage_bytes = problem.slabs * kSlabBytes + N * kStep, staging = kConsumers * 4 * 16 * N * 2;
+    int room = kSharedLimit - int(sizeof(Tables)) - 1024 - 64 - staging;
+    problem.stages = min(kMaxStages, room / stage_bytes);
+    int shared = problem.stages * stage_bytes + staging + 1024;
+    auto kernel = grouped<N, kTurns>;
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    if (error != cudaSuccess) return error;
+    kernel<<<blocks, kThreads, shared, stream>>>(x_map, w_map, problem);
+    return cudaGetLastError();
+}
+
+}  // namespace
+
+// 0, or a CUDA error (runtime errors as they are, driver errors plus 100000, -1 for no encoder, -2 for bad sizes).
+extern "C" int hr_grouped_fp8(const void* x, const float* x_scale, long long x_scale_step, long long x_scale_expert,
+                              const void* w, const float* w_scale, void* out, long long out_stride, const int* bounds,
+                              int mode, int rows, int experts, int n, int k, int slabs, int columns, int group, int turns,
+                              int blocks, void* stream) {
+    if (rows == 0 || n == 0) return 0;
+    if (experts < 1 || experts > kMaxExperts || slabs < 1 || slabs > kMaxSlabs || k % 16 || n % 8) return -2;
+    if (encoder() == nullptr) return -1;
+    CUtensorMap x_map, w_map;
+    long long all_rows = mode == kMasked ? (long long)rows * experts : rows;
+    if (int error = encode(&x_map, x, all_rows, k, kSlab)) return 100000 + error;
+    if (int error = encode(&w_map, w, (long long)experts * n, k, columns)) return 100000 + error;
+    Problem problem{x_scale, w_scale, static_cast<__nv_bfloat16*>(out), bounds, x_scale_step, x_scale_expert, out_stride,
+                    rows,    experts, n, k, mode, slabs, 0, group};
+    cudaStream_t on = static_cast<cudaStream_t>(stream);
+    if (columns == 64)
+        return turns ? launch<64, true>(x_map, w_map, problem, blocks, on)
+                     : launch<64, false>(x_map, w_map, problem, blocks, on);
+    return turns ? launch<128, true>(x_map, w_map, problem, blocks, on)
+                 : launch<128, false>(x_map, w_map, problem, blocks, on);
+}
