@@ -82,6 +82,8 @@ class TransferConfig:
 
     backend: str = "mooncake"
     """`mooncake`, `local` (same process) or `grpc`."""
+    link: str = "tcp"
+    """What Mooncake moves bytes over: `tcp`, or `nvlink_intra` between processes of one host (CUDA IPC)."""
     min_port: int = 21000
     max_port: int = 22999
     """Mooncake's own listening ports."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,9 @@ from headrace import config as configuration
 from headrace import logs
 from headrace.cache.blocks import BlockPool
 from headrace.cache.latent import ROPE_ORDER, LatentPool
+from headrace.cache.rows import Rows
 from headrace.config import Config, TransferConfig
+from headrace.device import use_own_stream
 from headrace.engine.engine import EngineParts, load_configured
 from headrace.engine.runner import Runner
 from headrace.engine.thread import EngineThread
@@ -23,30 +25,10 @@ from headrace.model.deepseek import Transformer
 from headrace.model.exact import exact_self_test
 from headrace.protocol import KvLayout, WorkerIdentity, WorkerInfo
 from headrace.transfer import mooncake_environment
-from kernels.block_checksum import checksum
 
 log = logs.get(__name__)
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-
-
-@dataclass
-class Rows:
-    """A pool as transfer code sees it: checksums of rows by block table, nothing about owners."""
-
-    latent: LatentPool
-
-    def checksum(self, layer: int, blocks: Sequence[int], first_row: int, num_rows: int) -> int:
-        """The checksum of token positions [first_row, first_row + num_rows) of the sequence in `blocks`."""
-        size = self.latent.block_size
-        positions = torch.arange(first_row, first_row + num_rows)
-        table = torch.tensor(blocks, dtype=torch.int64)
-        slots = table[positions // size] * size + positions % size
-        return checksum(self.latent.layer(layer), slots.to(self.latent.rows.device), first_row)
-
-    def flip_byte(self, layer: int, block: int, offset: int) -> None:
-        """Inverts the first byte of a row; fault injection only."""
-        self.latent.rows[layer, block, offset].view(torch.uint8)[0] ^= 0xFF
 
 
 @dataclass
@@ -65,7 +47,7 @@ class Worker:
 
     @property
     def rows(self) -> Rows:
-        """The pool as transfer code sees it."""
+        """The pool as transfer code sees it; each thread that reads or copies rows takes its own."""
         return Rows(self.latent)
 
     def info(self, role: str, identity: WorkerIdentity, transfer: str) -> WorkerInfo:
@@ -113,7 +95,7 @@ def open_worker(
         latent=latent,
         blocks=parts.blocks,
         runner=parts.runner,
-        engine=engine or EngineThread(),
+        engine=engine or EngineThread(prepare=functools.partial(use_own_stream, transformer.device)),
         layout=layout,
         max_context_tokens=parts.max_context,
         model_name=directory.name,
@@ -122,7 +104,9 @@ def open_worker(
 
 def transfer_environment(config: TransferConfig) -> dict[str, str]:
     """What Mooncake reads from the environment when it loads; apply it at the start of a process."""
-    return mooncake_environment(min_port=config.min_port, max_port=config.max_port, timeout_s=config.timeout_s)
+    return mooncake_environment(
+        min_port=config.min_port, max_port=config.max_port, timeout_s=config.timeout_s, link=config.link
+    )
 
 
 def load_model(config: Config) -> Transformer:

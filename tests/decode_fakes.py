@@ -112,6 +112,9 @@ class Rows:
         positions = np.arange(first_row, first_row + num_rows)
         return int((self.values[layer, self.slots(blocks, first_row, num_rows)] * (2 * positions + 1)).sum())
 
+    def checksums(self, blocks, first_row, num_rows):
+        return [self.checksum(layer, blocks, first_row, num_rows) for layer in range(NUM_LAYERS)]
+
     @staticmethod
     def slots(blocks, first_row, num_rows):
         positions = np.arange(first_row, first_row + num_rows)
@@ -250,7 +253,7 @@ async def decode_rank(num_blocks=16, *, faults=(), connected=True, max_context=6
     layout = p.KvLayout(NUM_LAYERS, 1, "int64", BLOCK_SIZE, "interleaved", "f")
     info = p.WorkerInfo(DECODE, "decode", "fake", layout, num_blocks, max_context, 0, 8, True, "local")
     collaborators = Collaborators(
-        clock, pool, engine, target, rows.checksum, rows.copy_rows, writer.stop, Faults.parse(faults)
+        clock, pool, engine, target, rows.checksums, rows.copy_rows, writer.stop, Faults.parse(faults)
     )
     async with Decoder.open(DecodeConfig(**config), info, collaborators) as core:
         rank = Rank(core, clock, engine, target, writer, rows, pool)

@@ -2,6 +2,9 @@
 
 A batch goes through `plan` (which jobs, which tensors), `run` (the forward, layer by layer) and `finish` (first tokens,
 callbacks). A callback that raises, or a cancel, concerns its own job only; a forward that fails concerns all of its batch.
+
+On a GPU the forward has only been queued when `run` returns. So a layer is handed over with a `ready` that waits for its
+rows, and no job hears of its end before the device has reached it: until then the forward may still write the job's blocks.
 """
 
 from __future__ import annotations
@@ -9,11 +12,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from headrace.device import event_now
 from headrace.engine.request import PrefillJob, finish_reason
 from headrace.engine.runner import Runner, plan_prefill
 from headrace.engine.sampler import SamplingTable
@@ -118,16 +123,20 @@ class PrefillBatcher:
     def run(self, plan: PrefillPlan) -> torch.Tensor:
         """[num_sequences, vocab] logits of each sequence's last token."""
 
-        def on_layer(layer: int) -> None:
+        def on_layer(layer: int, ready: Callable[[], None] | None = None) -> None:
+            ready = ready or _ready_now(self.runner.pool.rows.device)
             for running in plan.running:
                 if running.failure is None:
-                    self._guarded(running, running.job.on_layer, layer)
+                    self._guarded(running, running.job.on_layer, layer, ready)
 
         return self.runner.forward(plan.batch, "prefill", on_layer)
 
     def finish(self, plan: PrefillPlan, logits: torch.Tensor) -> None:
-        """Draws every sample's token and calls back."""
+        """Draws every sample's token, waits for the forward, and calls back."""
         answers = self._sample(plan, logits)
+        _ready_now(
+            self.runner.pool.rows.device
+        )()  # sampling has waited for it already, unless nothing was to be sampled
         self.batches += 1
         with self._lock:
             self._running = []
@@ -138,7 +147,11 @@ class PrefillBatcher:
                 _report(running.job, running.failure)
 
     def on_error(self, error: Exception) -> None:
-        """The forward failed: every job of the batch hears of it."""
+        """The forward failed: every job of the batch hears of it, once the device has ended what was queued of it."""
+        try:
+            _ready_now(self.runner.pool.rows.device)()
+        except RuntimeError:
+            log.exception("the device has failed")  # nothing runs on it any more
         with self._lock:
             failed, self._running = self._running, []
         for running in failed:
@@ -197,6 +210,16 @@ class PrefillBatcher:
         return FirstToken(
             job.sample_indices[place], position, token_id, logprob, sampled.top.get(row, ()), FinishReason(reason)
         )
+
+
+def _ready_now(device: torch.device) -> Callable[[], None]:
+    """Waits, in any thread, for all that this thread has queued on the device by now."""
+    event = event_now(device)
+    return _no_wait if event is None else event.synchronize
+
+
+def _no_wait() -> None:
+    """Of a CPU, where a call has happened when it returns."""
 
 
 def _report(job: PrefillJob, error: Exception) -> None:

@@ -43,10 +43,11 @@ class PrefillJob:
     `sample_indices` and `delivered_counts` run in parallel. A sample without a sequence of its own draws from the
     logits of the first sequence: with nothing delivered there is one sequence for all samples.
 
-    on_start()         its batch begins
-    on_layer(layer)    all rows of a layer are in the pool, later layers still compute
-    on_tokens(tokens)  one FirstToken a sample, none when max_tokens is 0; nothing is called after it
-    on_error(error)    instead of on_tokens; when it is called no forward touches the job's blocks any more
+    on_start()              its batch begins
+    on_layer(layer, ready)  all rows of a layer are in the pool, or will be once the device gets there: `ready()` waits for
+                            that, in whichever thread calls it. Later layers still compute
+    on_tokens(tokens)       one FirstToken a sample, none when max_tokens is 0; nothing is called after it
+    on_error(error)         instead of on_tokens; when either is called no forward touches the job's blocks any more
     """
 
     key: str
@@ -56,7 +57,7 @@ class PrefillJob:
     delivered_counts: tuple[int, ...] = (0,)
     prompt_length: int = 0
     on_start: Callable[[], None] = field(default=_nothing)
-    on_layer: Callable[[int], None] = field(default=_nothing)
+    on_layer: Callable[[int, Callable[[], None]], None] = field(default=_nothing)
     on_tokens: Callable[[list[FirstToken]], None] = field(default=_nothing)
     on_error: Callable[[Exception], None] = field(default=_nothing)
 

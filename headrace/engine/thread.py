@@ -36,9 +36,13 @@ class WorkSource(Protocol):
 
 
 class EngineThread:
-    """`start`, `add_source`, then `wake` whenever a source has work. `stop` ends it."""
+    """`start`, `add_source`, then `wake` whenever a source has work. `stop` ends it.
 
-    def __init__(self, name: str = "engine"):
+    `prepare()` runs first, in the thread: what torch keeps for each thread is set there.
+    """
+
+    def __init__(self, name: str = "engine", prepare: Callable[[], None] = lambda: None):
+        self._prepare = prepare
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._changed = threading.Condition()
         self._calls: deque[tuple[Callable[..., Any], tuple[Any, ...], Future[Any]]] = deque()
@@ -93,6 +97,7 @@ class EngineThread:
         return future
 
     def _run(self) -> None:
+        self._prepare()
         while self._wait():
             for source in self._sources:
                 self._run_calls()

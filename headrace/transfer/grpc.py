@@ -87,6 +87,8 @@ class GrpcTarget:
             if session != self._session:
                 raise TransferError(f"session {session} has ended", reason=FAILED)
             self._bytes[layer, target_row : target_row + rows] = values.to(self._bytes.device)
+            if self._bytes.is_cuda:
+                torch.cuda.current_stream(self._bytes.device).synchronize()
         return len(payload)
 
     def _new_session(self) -> str:

@@ -20,6 +20,7 @@ import collections
 import contextlib
 import faulthandler
 import functools
+import importlib
 import logging
 import os
 import socket
@@ -60,16 +61,22 @@ _used_ports: collections.deque[int] = collections.deque(maxlen=512)
 """Ports of engines that this process has closed, the last 256 engines of them."""
 
 
+LINKS = {"tcp": "MC_FORCE_TCP", "nvlink_intra": "MC_INTRANODE_NVLINK"}
+"""What bytes may move over, and the variable that makes Mooncake use it; it looks for presence only, so one is set."""
+
+
 def mooncake_environment(
-    *, min_port: int = 21000, max_port: int = 22999, timeout_s: int = 5, force_tcp: bool = True
+    *, min_port: int = 21000, max_port: int = 22999, timeout_s: int = 5, link: str = "tcp"
 ) -> dict[str, str]:
     """What must be in the environment before Mooncake's library is loaded; it reads most of this once.
 
     min_port, max_port  listening ports, two an engine, picked at random; keep them below the ephemeral range
     timeout_s           silence of a peer, seconds; Mooncake's minimum is 5
-    force_tcp           on hosts without a NIC or link that Mooncake should use instead; tested for presence, so left out
+    link                one of LINKS; Mooncake's own choice would be RDMA wherever it sees a NIC, and nobody has tried our fence there
     MC_LOG_DIR is never set: with it 0.3.13.post1 aborts the process while it loads.
     """
+    if link not in LINKS:
+        raise ConfigError(f"transfer.link is one of {', '.join(LINKS)}, not {link!r}", field="transfer.link")
     values = {
         "MC_TRANSFER_TIMEOUT": str(timeout_s),
         "MC_TCP_PROGRESS_TIMEOUT_SEC": str(timeout_s),
@@ -79,14 +86,14 @@ def mooncake_environment(
         "MC_MIN_RPC_PORT": str(min_port),
         "MC_MAX_RPC_PORT": str(max_port),
     }
-    return values | ({"MC_FORCE_TCP": "1"} if force_tcp else {})
+    return values | {LINKS[link]: "1"}
 
 
 @functools.cache
 def why_not_mooncake() -> str | None:
     """None when Mooncake's library loads on this host, else one sentence."""
     try:
-        import mooncake.engine  # noqa: F401
+        _load()
     except ImportError as error:
         if "libibverbs" in str(error):
             return (
@@ -94,6 +101,18 @@ def why_not_mooncake() -> str | None:
             )
         return f"Mooncake does not load: {error}"
     return None
+
+
+def _load() -> Any:
+    """The vendor's module. Its CUDA build needs libcudart, which torch brings along in a place where only torch finds it."""
+    try:
+        import mooncake.engine
+    except ImportError as error:
+        if "libcudart" not in str(error):
+            raise
+        importlib.import_module("torch")
+        return importlib.import_module("mooncake.engine")
+    return mooncake.engine
 
 
 class MooncakeTarget:
@@ -104,6 +123,7 @@ class MooncakeTarget:
         self._geometry = geometry_of(pool)
         _check_environment()
         _check_build(pool.is_cuda)
+        _check_link(pool)
         self._lock = threading.Lock()
         self._closed = False
         self._ending: list[_Engine] = []
@@ -159,6 +179,7 @@ class MooncakeSource:
         self._geometry = geometry_of(pool)
         _check_environment()
         _check_build(pool.is_cuda)
+        _check_link(pool)
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._silent_until: dict[str, float] = {}
@@ -265,8 +286,7 @@ def _open(geometry: PoolGeometry, host: str) -> tuple[Any, str, frozenset[int]]:
 
 def _start(host: str) -> tuple[Any, frozenset[int]]:
     """An engine on ports that no closed engine of this process had, and those ports. `_opening` is held."""
-    from mooncake.engine import TransferEngine
-
+    TransferEngine = _load().TransferEngine
     for _ in range(OPEN_TRIES):
         before = {port for port, _ in _own_listeners()}
         vendor = TransferEngine()
@@ -335,18 +355,51 @@ def _own_listeners() -> Iterator[tuple[int, int]]:
 def _check_build(on_gpu: bool) -> None:
     """Raise ConfigError when Mooncake does not load, or would take device addresses for host memory and crash."""
     reason = why_not_mooncake()
-    if reason is None and on_gpu:
-        import mooncake.engine
-
-        if not mooncake.engine.SUPPORT_CUDA:
-            reason = "the pool is in GPU memory and this Mooncake is built without CUDA; install extra `gpu`, not `cpu`"
+    if reason is None and on_gpu and not _load().SUPPORT_CUDA:
+        reason = "the pool is in GPU memory and this Mooncake is built without CUDA; install extra `gpu`, not `cpu`"
     if reason:
         raise ConfigError(reason, field="transfer.backend")
 
 
+def link_in_use() -> str:
+    """The link that this process's environment makes Mooncake use. Raises ConfigError when it does not say one."""
+    named = [link for link, variable in LINKS.items() if environment_value(variable) is not None]
+    if len(named) != 1:
+        told = f"exactly one of {', '.join(LINKS.values())} must be in the environment; Mooncake finds {len(named)}"
+        raise ConfigError(told, field="transfer.link")
+    return named[0]
+
+
+def _check_link(pool: torch.Tensor) -> None:
+    """Raise ConfigError when rows of this pool cannot move over the link in use."""
+    if link_in_use() != "nvlink_intra":
+        return
+    reason = None
+    if not pool.is_cuda:
+        reason = "moves GPU memory only; this pool is on the CPU (engine.device)"
+    elif not getattr(_load(), "SUPPORT_INTRA_NVLINK", False):
+        reason = "is not in this build of Mooncake; extra `gpu` pins one that has it"
+    elif _is_expandable(pool):
+        reason = "shares cudaMalloc blocks; take expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF"
+    if reason:
+        raise ConfigError(f"transfer.link = 'nvlink_intra' {reason}", field="transfer.link")
+
+
+def _is_expandable(pool: torch.Tensor) -> bool:
+    """Whether torch mapped the pool page by page: no other process can open such memory."""
+    import torch
+
+    at = pool.data_ptr()
+    return any(
+        segment.get("is_expandable", False)
+        for segment in torch.cuda.memory_snapshot()
+        if segment["address"] <= at < segment["address"] + segment["total_size"]
+    )
+
+
 def _check_environment() -> None:
     """Raise ConfigError unless `mooncake_environment` was applied: Mooncake's own defaults would be in force."""
-    missing = [name for name in mooncake_environment(force_tcp=False) if not environment_value(name)]
+    missing = [name for name in mooncake_environment() if name not in LINKS.values() and not environment_value(name)]
     if (environment_value("MC_TCP_ENABLE_CONNECTION_POOL") or "").lower() in ("0", "false", "no"):
         raise ConfigError(
             "MC_TCP_ENABLE_CONNECTION_POOL must be on: without it Mooncake can hang for ever", field="transfer"

@@ -79,7 +79,7 @@ class Decoder:
         self._config, self._info, self._background = config, info, background
         self._clock, self._pool = collaborators.clock, collaborators.pool
         self._engine, self._faults = collaborators.engine, collaborators.faults
-        self._checksum, self._copy_rows = collaborators.checksum, collaborators.copy_rows
+        self._checksums, self._copy_rows = collaborators.checksums, collaborators.copy_rows
         self._phase = _Phase.ACTIVE
         self._table = ReservationTable(config.reserve_expiry_s, config.reserve_expiry_s + config.quarantine_max_s)
         self._requests: dict[str, Request] = {}
@@ -253,7 +253,7 @@ class Decoder:
         assert request.promise is not None and request.seats is not None
         sequences = request.promise.sequences
         check_counts(command.manifest, sequences, self._info.layout.layer_count)
-        await self._in_worker(check_rows, command.manifest, sequences, self._checksum)
+        await self._in_worker(check_rows, command.manifest, sequences, self._checksums)
         self._table.accept(request.record)
         self._pool.move(request.seats.held(), BlockState.RUNNING)
         going_on = tuple(s.sample_index for s in command.samples if s.sample_index not in request.dropped)

@@ -12,10 +12,11 @@ from headrace.engine.request import DecodeSequence, SampledToken
 from headrace.faults import Faults
 from headrace.protocol import StopState, TargetDescriptor, WorkerIdentity
 
-Checksum = Callable[[int, Sequence[int], int, int], int]
-"""(layer, blocks, first_row, num_rows) -> signed 64-bit checksum of those token positions. Called in a worker thread."""
+Checksums = Callable[[Sequence[int], int, int], Sequence[int]]
+"""(blocks, first_row, num_rows) -> a signed 64-bit checksum of those token positions for each layer. Called in a worker thread;
+waits for what a transfer wrote, not for steps in flight."""
 CopyRows = Callable[[int, int, int], None]
-"""(source block, target block, rows), in every layer. Called in a worker thread."""
+"""(source block, target block, rows), in every layer; they are there when it returns. Called in the same worker thread."""
 StopWriter = Callable[[WorkerIdentity, str, float], Awaitable[StopState]]
 """(writer, reservation id, wait_s) -> its answer. Bounded in time; raises HeadraceError when there is none."""
 
@@ -28,7 +29,8 @@ class DecodeEngine(Protocol):
         on_step: Callable[[Sequence[SampledToken]], None],
         on_failure: Callable[[Sequence[DecodeSequence], Exception], None],
     ) -> None:
-        """Both are called in the engine thread: after each step, and when a step lost the sequences named."""
+        """Both are called in the engine thread: after each step, and when a step lost the sequences named. No step touches
+        the blocks of a sample whose end or loss is told any more. `tokens` may make its items when they are looked at."""
 
     def add(self, sequences: Sequence[DecodeSequence]) -> None:
         """They step from now on. Does not block."""
@@ -57,7 +59,7 @@ class Collaborators:
     pool: BlockPool
     engine: DecodeEngine
     target: Target
-    checksum: Checksum
+    checksums: Checksums
     copy_rows: CopyRows
     stop_writer: StopWriter
     faults: Faults = field(default_factory=Faults)

@@ -166,14 +166,14 @@ def check_counts(
 def check_rows(
     manifest: tuple[SequenceManifest, ...],
     sequences: tuple[TargetSequence, ...],
-    checksum: Callable[[int, Sequence[int], int, int], int],
+    checksums: Callable[[Sequence[int], int, int], Sequence[int]],
 ) -> None:
     """Recomputes every checksum from the pool; runs in a worker thread. Raises ManifestMismatch naming the layer.
 
-    checksum(layer, blocks, first_row, num_rows)  of those token positions of the sequence in `blocks`
+    checksums(blocks, first_row, num_rows)  of those token positions of the sequence in `blocks`, one a layer
     """
     for proof, sequence in zip(manifest, sequences, strict=True):
-        for layer, entry in enumerate(proof.layers):
-            found = checksum(layer, sequence.block_ids, sequence.first_row, sequence.num_rows)
-            if found != entry.checksum:
+        found = checksums(sequence.block_ids, sequence.first_row, sequence.num_rows)
+        for layer, (entry, value) in enumerate(zip(proof.layers, found, strict=True)):
+            if value != entry.checksum:
                 raise ManifestMismatch(f"sample {proof.sample_index}, layer {layer}: the rows are not those pushed")

@@ -83,7 +83,7 @@ class BatcherPort(Protocol):
 class PusherPort(Protocol):
     """Writes layers (services.prefill.pusher.Pusher), thread-safe."""
 
-    def push_layer(self, leg: Leg, layer: int) -> None: ...
+    def push_layer(self, leg: Leg, layer: int, ready: Callable[[], None]) -> None: ...
 
     def push_again(self, leg: Leg) -> None: ...
 
@@ -296,9 +296,9 @@ class Prefiller:
             if fault is not None:
                 time.sleep(fault.seconds)
 
-        def on_layer(layer: int) -> None:
+        def on_layer(layer: int, rows_ready: Callable[[], None]) -> None:
             if writes:
-                self._pusher.push_layer(leg, layer)
+                self._pusher.push_layer(leg, layer, rows_ready)
 
         def on_tokens(tokens: list[FirstToken]) -> None:
             leg.times.computed = time.time()

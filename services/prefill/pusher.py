@@ -1,7 +1,9 @@
 """The one thread that writes into decode ranks: layer by layer, behind the forward that fills them.
 
-The engine thread posts (leg, layer) when that layer's rows stand in the pool; this thread computes the checksum, asks the
-leg's gate, and pushes. The engine never blocks on it; what may wait is bounded by the prompts that hold blocks, a layer each.
+The engine thread posts (leg, layer, ready) when it has queued that layer. This thread waits until the rows stand in the pool,
+asks the leg's gate, starts the checksum, pushes beside it, and takes the checksum's value. It waits before it asks: a leg
+that is stopped meanwhile has no write to drain. The engine never blocks on it; what may wait is bounded by the prompts that
+hold blocks, a layer each.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Source(Protocol):
 class Rows(Protocol):
     """This rank's pool as the pusher sees it."""
 
-    def checksum(self, layer: int, blocks: Sequence[int], first_row: int, num_rows: int) -> int: ...
+    def begin_checksum(self, layer: int, blocks: Sequence[int], first_row: int, num_rows: int) -> Callable[[], int]: ...
 
     def flip_byte(self, layer: int, block: int, offset: int) -> None: ...
 
@@ -49,7 +51,7 @@ class Pusher:
         self._num_layers = num_layers
         self._margin_s = margin_s
         self._faults = faults
-        self._queue: queue.SimpleQueue[tuple[Leg, int] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Leg, int, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
 
     def start(self) -> None:
@@ -61,19 +63,20 @@ class Pusher:
         self._queue.put(None)
         self._thread.join(timeout_s)
 
-    def push_layer(self, leg: Leg, layer: int) -> None:
-        """Layer `layer` of all of the leg's sequences stands in the pool."""
-        self._queue.put((leg, layer))
+    def push_layer(self, leg: Leg, layer: int, ready: Callable[[], None]) -> None:
+        """Layer `layer` of all of the leg's sequences stands in the pool once `ready()` returns; called by our thread."""
+        self._queue.put((leg, layer, ready))
 
     def push_again(self, leg: Leg) -> None:
         """Every layer once more, after a manifest that did not match."""
         for layer in range(self._num_layers):
-            self._queue.put((leg, layer))
+            self._queue.put((leg, layer, _stands))
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            leg, layer = item
+            leg, layer, ready = item
             try:
+                ready()
                 self._push(leg, layer)
             except HeadraceError as error:
                 leg.fail(error)
@@ -111,11 +114,11 @@ class Pusher:
         if num_rows == 0:
             leg.record(index, layer, LayerManifest(0, 0), 0)
             return
-        checksum = self._rows.checksum(layer, blocks, first_row, num_rows)
+        checksum = self._rows.begin_checksum(layer, blocks, first_row, num_rows)
         runs = plan_runs(blocks, owed.block_ids, first_row, num_rows, self._block_size)
         last_row = first_row + num_rows - 1
         written = self._write(leg, layer, runs, blocks[last_row // self._block_size], last_row % self._block_size)
-        leg.record(index, layer, LayerManifest(num_rows, checksum), written)
+        leg.record(index, layer, LayerManifest(num_rows, checksum()), written)
 
     def _write(self, leg: Leg, layer: int, runs: Sequence[RowRun], last_block: int, last_offset: int) -> int:
         def push() -> int:
@@ -129,6 +132,10 @@ class Pusher:
         if fault.kind == "flip":
             _wait_computed(leg)
         return _faulty_push(fault, push, lambda: self._rows.flip_byte(layer, last_block, last_offset))
+
+
+def _stands() -> None:
+    """The rows of a leg that has been computed."""
 
 
 def _wait_computed(leg: Leg) -> None:

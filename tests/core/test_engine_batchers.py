@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
 from engine_fakes import NUM_LAYERS, VOCAB, small_config, toy_parts
 
+from headrace.engine import prefill
 from headrace.engine.decode import DecodeBatcher
 from headrace.engine.engine import Engine
 from headrace.engine.prefill import PrefillBatcher
@@ -36,7 +38,7 @@ class Recorded:
             on_error=self.heard.append,
         )
 
-    def on_layer(self, layer):
+    def on_layer(self, layer, ready):
         self.heard.append(layer)
 
     def on_tokens(self, tokens):
@@ -85,7 +87,7 @@ def test_a_queued_job_is_forgotten_and_a_running_one_stops_hearing_of_layers():
         batcher.add(one.job)
     assert batcher.cancel("q") is True and batcher.queued_tokens == 13
     outcome = []
-    other.job.on_layer = lambda layer: (other.heard.append(layer), outcome.append(batcher.cancel("r")))
+    other.job.on_layer = lambda layer, ready: (other.heard.append(layer), outcome.append(batcher.cancel("r")))
     batcher.run_once()
     assert outcome == [False] * NUM_LAYERS and queued.heard == []
     assert running.heard[:2] == ["start", 0] and isinstance(running.heard[2], Cancelled) and len(running.heard) == 3
@@ -108,6 +110,70 @@ def test_a_callback_that_raises_concerns_its_own_job_only(at):
     batcher.run_once()
     assert good.heard == EVERYTHING
     assert [str(error) for error in bad.heard if isinstance(error, Exception)] == [at] and bad.tokens is None
+
+
+class LateDevice:
+    """A device that has got nowhere until somebody waits for it; `waits` are the threads that did."""
+
+    def __init__(self, monkeypatch):
+        self.waits = []
+        monkeypatch.setattr(prefill, "event_now", lambda device: self)
+
+    def synchronize(self):
+        self.waits.append(threading.current_thread())
+
+
+@pytest.mark.parametrize("max_tokens", [4, 0])
+def test_no_job_hears_of_its_end_before_the_device_is_there(monkeypatch, max_tokens):
+    """Blocks go back then, and with max_tokens 0 nothing is sampled that would have waited."""
+    device, parts = LateDevice(monkeypatch), toy_parts()
+    batcher = PrefillBatcher(parts.runner, 100)
+    one = Recorded(parts, "a", prompts_of(5)[0], SamplingParams(max_tokens=max_tokens))
+    waits_at_the_end = []
+    one.job.on_tokens = lambda tokens: waits_at_the_end.append(len(device.waits))
+    batcher.add(one.job)
+    batcher.run_once()
+    assert waits_at_the_end == [1]
+
+
+def test_a_layer_comes_with_a_wait_that_only_its_receiver_makes(monkeypatch):
+    device, parts = LateDevice(monkeypatch), toy_parts()
+    batcher, waits = PrefillBatcher(parts.runner, 100), []
+    one = Recorded(parts, "a", prompts_of(5)[0])
+    one.job.on_layer = lambda layer, ready: waits.append(ready)
+    batcher.add(one.job)
+    batcher.run(batcher.plan())
+    assert len(waits) == NUM_LAYERS and device.waits == []
+    waits[0]()
+    assert device.waits == [threading.current_thread()]
+
+
+def test_a_model_may_name_the_moment_of_a_layers_rows_itself():
+    parts = toy_parts()
+    batcher, heard, forward = PrefillBatcher(parts.runner, 100), [], parts.transformer.forward
+
+    def named(batch, pool, *, phase, on_layer=None):
+        return forward(batch, pool, phase=phase, on_layer=lambda layer: on_layer(layer, lambda: heard.append(layer)))
+
+    parts.transformer.forward = named
+    one = Recorded(parts, "a", prompts_of(5)[0])
+    one.job.on_layer = lambda layer, ready: ready()
+    batcher.add(one.job)
+    batcher.run_once()
+    assert heard == list(range(NUM_LAYERS))
+
+
+def test_a_failed_forward_is_told_when_the_device_has_ended_what_was_queued(monkeypatch):
+    device, parts = LateDevice(monkeypatch), toy_parts()
+    batcher, waits = PrefillBatcher(parts.runner, 100), []
+    one = Recorded(parts, "a", prompts_of(5)[0])
+    one.job.on_error = lambda error: waits.append(len(device.waits))
+    batcher.add(one.job)
+    parts.transformer.fail_with = error = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError):
+        batcher.run_once()
+    batcher.on_error(error)
+    assert waits == [1]
 
 
 def test_a_failed_forward_is_told_to_every_job_of_its_batch():

@@ -52,6 +52,10 @@ INFO = WorkerInfo(ME, "prefill", "tiny", LAYOUT, BLOCKS, max_context_tokens=100,
 TARGET = TargetDescriptor("fake", "s", 0, 1024, 128, 32, BLOCK, LAYERS, 64)
 
 
+def nothing():
+    """The rows of a layer that stand."""
+
+
 class Batcher:
     """Runs a job when told to."""
 
@@ -70,7 +74,7 @@ class Batcher:
         self.batches += 1
         job.on_start()
         for layer in range(layers):
-            job.on_layer(layer)
+            job.on_layer(layer, nothing)
         tokens = [
             FirstToken(sample, count, 70 + sample, finish_reason=finish)
             for sample, count in zip(job.sample_indices, job.delivered_counts, strict=True)
@@ -102,8 +106,8 @@ class Rows:
     def __init__(self):
         self.flips = []
 
-    def checksum(self, layer, blocks, first_row, num_rows):
-        return layer * 1000 + first_row * 100 + num_rows
+    def begin_checksum(self, layer, blocks, first_row, num_rows):
+        return lambda: layer * 1000 + first_row * 100 + num_rows
 
     def flip_byte(self, layer, block, offset):
         self.flips.append((layer, block, offset))
@@ -351,6 +355,82 @@ def test_stop_during_a_write_waits_for_it_and_no_later_layer_is_written():
     asyncio.run(scenario())
 
 
+def test_a_layer_is_pushed_when_its_rows_stand_and_a_stop_does_not_wait_for_that():
+    """On a GPU the engine thread only queues a layer. While its rows are awaited nothing is being written."""
+
+    async def scenario():
+        bench = Bench(prefix_cache=False)
+        stands, asked = threading.Event(), threading.Event()
+
+        def rows_ready():
+            asked.set()
+            assert stands.wait(5)
+
+        async with bench.open() as core:
+            task = asyncio.create_task(collect(core, command(6)))
+            while not bench.batcher.jobs:
+                await asyncio.sleep(0.005)
+            job = bench.batcher.jobs.pop(0)
+            job.on_start()
+            job.on_layer(0, nothing)
+            job.on_layer(1, rows_ready)  # returns at once: the engine thread never waits
+            await asyncio.to_thread(asked.wait, 5)
+            assert [layer for layer, _ in bench.source.pushes] == [0]
+            assert await core.stop("r1", ME.epoch, 5.0) is StopState.DRAINED
+            stands.set()
+            job.on_tokens([FirstToken(0, 0, 70)])
+            events = await asyncio.wait_for(task, 5)
+            assert events[-1].reason == "STALE_ATTEMPT"
+            assert [layer for layer, _ in bench.source.pushes] == [0]
+            await bench.settled(core)
+
+    asyncio.run(scenario())
+
+
+def test_rows_that_will_never_stand_lose_the_attempt_only():
+    async def scenario():
+        bench = Bench(prefix_cache=False)
+
+        def device_failed():
+            raise RuntimeError("an illegal memory access was encountered")
+
+        async with bench.open() as core:
+            task = asyncio.create_task(collect(core, command(6)))
+            while not bench.batcher.jobs:
+                await asyncio.sleep(0.005)
+            job = bench.batcher.jobs.pop(0)
+            job.on_start()
+            job.on_layer(0, device_failed)
+            job.on_tokens([FirstToken(0, 0, 70)])
+            events = await asyncio.wait_for(task, 5)
+            assert events[-1].reason == "PUSH_FAILED" and events[-1].retryable and not bench.source.pushes
+            await bench.settled(core)
+            events, _ = await attempt(bench, core, command(6, attempt=2))
+            assert isinstance(events[-1], Committed)
+            await bench.settled(core)
+
+    asyncio.run(scenario())
+
+
+def test_a_checksum_is_started_before_its_push_and_read_after_it():
+    async def scenario():
+        bench = Bench(prefix_cache=False)
+        order = []
+
+        def begin(layer, blocks, first_row, num_rows):
+            order.append(("begun", layer, len(bench.source.pushes)))
+            return lambda: order.append(("read", layer, len(bench.source.pushes))) or 7
+
+        bench.rows.begin_checksum = begin
+        async with bench.open() as core:
+            await attempt(bench, core, command(6))
+            assert order == [("begun", 0, 0), ("read", 0, 1), ("begun", 1, 1), ("read", 1, 2)]
+            assert [layer.checksum for layer in bench.decode.commits[0].manifest[0].layers] == [7, 7]
+            await bench.settled(core)
+
+    asyncio.run(scenario())
+
+
 def test_stop_that_waits_in_vain_answers_unknown():
     async def scenario():
         bench = Bench(prefix_cache=False)
@@ -528,10 +608,10 @@ def test_a_byte_is_flipped_where_no_forward_reads_it_any_more():
                 await asyncio.sleep(0.005)
             job = bench.batcher.jobs.pop(0)
             job.on_start()
-            job.on_layer(0)
+            job.on_layer(0, nothing)
             await asyncio.sleep(0.05)
             assert bench.rows.flips == [] == bench.source.pushes
-            job.on_layer(1)
+            job.on_layer(1, nothing)
             job.on_tokens([FirstToken(0, 0, 70)])
             await asyncio.wait_for(waiting, 5)
             assert bench.rows.flips == [(0, job.sequences[0].block_table[1], 5 % BLOCK)] * 2

@@ -6,9 +6,7 @@ The pytest process is the decode rank (the target); writers are processes of the
 from __future__ import annotations
 
 import collections
-import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -35,53 +33,10 @@ os.environ.update(mooncake_environment())  # before anything in this process loa
 pytestmark = pytest.mark.skipif(why_not_mooncake() is not None, reason=str(why_not_mooncake()))
 
 sys.path.insert(0, str(Path(__file__).parent))
-from transfer_peer import pattern  # noqa: E402
+from transfer_peer import ROOT, Peer, pattern  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = [3, 32, 16, 160]
 SENTINEL = -1.0
-
-
-class Peer:
-    """A process with one end of a transfer; see transfer_peer.py."""
-
-    def __init__(self, shape: list[int], seed: int = 1, role: str = "source"):
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/wire/transfer_peer.py"), json.dumps([shape, seed, role])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        assert self.answer() == {"ready": True}
-
-    def ask(self, **command) -> None:
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> dict:
-        return json.loads(self.process.stdout.readline())
-
-    def push(self, target: TargetDescriptor, layer: int, runs: list[RowRun], **more) -> dict:
-        self.ask_push(target, layer, runs, **more)
-        return self.answer()
-
-    def ask_push(self, target: TargetDescriptor, layer: int, runs: list[RowRun], **more) -> None:
-        plain = [[run.source_row, run.target_row, run.num_rows] for run in runs]
-        self.ask(do="push", target=vars(target), layer=layer, runs=plain, **more)
-
-    def freeze(self) -> None:
-        os.kill(self.process.pid, signal.SIGSTOP)
-
-    def resume(self) -> None:
-        os.kill(self.process.pid, signal.SIGCONT)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
 
 
 @pytest.fixture
@@ -438,7 +393,30 @@ def test_the_environment_never_names_a_log_directory_and_keeps_the_pool_on():
         "5100",
         "7",
     )
-    assert "MC_FORCE_TCP" not in mooncake_environment(force_tcp=False)
+    assert values["MC_FORCE_TCP"] == "1" and "MC_INTRANODE_NVLINK" not in values
+
+
+def test_one_link_is_named_and_no_other():
+    values = mooncake_environment(link="nvlink_intra")
+    assert values["MC_INTRANODE_NVLINK"] == "1" and "MC_FORCE_TCP" not in values
+    with pytest.raises(ConfigError, match="transfer.link"):
+        mooncake_environment(link="carrier pigeon")
+
+
+def test_a_link_for_gpu_memory_is_refused_for_a_pool_on_the_cpu(monkeypatch):
+    monkeypatch.delenv("MC_FORCE_TCP")
+    monkeypatch.setenv("MC_INTRANODE_NVLINK", "1")
+    with pytest.raises(ConfigError, match="engine.device"):
+        open_target("mooncake", torch.zeros(SMALL), "127.0.0.1")
+
+
+@pytest.mark.parametrize("present", [(), ("MC_FORCE_TCP", "MC_INTRANODE_NVLINK")])
+def test_an_environment_that_leaves_the_link_to_mooncake_is_refused(monkeypatch, present):
+    monkeypatch.delenv("MC_FORCE_TCP")
+    for name in present:
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match="exactly one"):
+        open_source("mooncake", torch.zeros(SMALL), "127.0.0.1")
 
 
 def test_without_its_settings_in_the_environment_no_engine_opens(monkeypatch):
