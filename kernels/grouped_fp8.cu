@@ -4,7 +4,8 @@
 // w         [experts, n, k]              e4m3, one fp32 scale for each 128 x 128 block
 // y         [rows, n]                    bf16
 //
-// One block of threads per multiprocessor walks over tiles of at most 256 rows by N columns. A producer thread keeps a ring
+// One block of threads per multiprocessor walks over tiles of at most 256 rows by N columns; two of them may form a cluster
+// on neighbouring columns and share their rows: each loads half and the copy engine delivers it to both. A producer thread keeps a ring
 // of shared-memory stages filled through the bulk copy engine; two warpgroups multiply. An instruction covers 64 rows; each
 // group of 64 rows ("slab") that a tile really has costs a load and its products, absent ones cost nothing: 16 rows of an
 // expert and 60000 take the same road. Tensor cores keep about 14 bits while they sum, hence the sum over each 128 of k is
@@ -69,6 +70,15 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// At the same barrier of the cluster's block number `block`.
+__device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, int block) {
+    asm volatile(
+        "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(shared_address(barrier)),
+        "r"(block)
+        : "memory");
+}
+
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
     uint32_t done = 0;
     do {
@@ -86,6 +96,25 @@ __device__ __forceinline__ void load_box(const CUtensorMap* map, void* to, uint6
             shared_address(to)),
         "l"(map), "r"(shared_address(barrier)), "r"(k), "r"(row)
         : "memory");
+}
+
+// To the same address of both blocks of the cluster, telling the same barrier of each.
+__device__ __forceinline__ void load_box_to_both(const CUtensorMap* map, void* to, uint64_t* barrier, int k, int row) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(barrier)), "r"(k), "r"(row), "h"(static_cast<uint16_t>(3))
+        : "memory");
+}
+
+__device__ __forceinline__ int cluster_rank() {
+    int rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // ---- wgmma ----
@@ -227,47 +256,65 @@ __device__ __forceinline__ void store_slab(const float (&sum)[N / 2], char* stag
     __syncwarp();
 }
 
-template <int N>
+template <int N, int kCluster>
 __device__ void produce(const CUtensorMap* x_map, const CUtensorMap* w_map, char* ring, Tables& tables,
-                        const Problem& problem) {
-    int tile_rows = problem.slabs * kSlab, column_tiles = (problem.n + N - 1) / N;
+                        const Problem& problem, int rank) {
+    constexpr int kShare = kSlab / kCluster;  // rows of a slab that this block loads
+    int tile_rows = problem.slabs * kSlab, column_tiles = (problem.n + N * kCluster - 1) / (N * kCluster);
     int stage_bytes = problem.slabs * kSlabBytes + N * kStep, steps = (problem.k + kStep - 1) / kStep;
     int stage = 0, expert = 0;
     uint32_t parity = 1;                 // a fresh barrier counts as one whose phase before this one is over
-    for (int t = blockIdx.x; t < tables.first_tile[problem.experts]; t += gridDim.x) {
-        Tile tile = locate(t, expert, tables, problem, tile_rows, N, column_tiles);
+    for (int t = blockIdx.x / kCluster; t < tables.first_tile[problem.experts]; t += gridDim.x / kCluster) {
+        Tile tile = locate(t, expert, tables, problem, tile_rows, N * kCluster, column_tiles);
         int slabs = (tile.row_end - tile.row + kSlab - 1) / kSlab;
-        int w_row = tile.expert * problem.n + tile.column;
+        int w_row = tile.expert * problem.n + tile.column + rank * N;
         for (int step = 0; step < steps; ++step) {
             uint64_t* full = &tables.full[stage];
             char* to = ring + stage * stage_bytes;
+            char* x_to = to + N * kStep + rank * kShare * kStep;
+            int row = tile.row + rank * kShare;
             barrier_wait(&tables.empty[stage], parity);
             barrier_expect(full, slabs * kSlabBytes + N * kStep);
             load_box(w_map, to, full, step * kStep, w_row);
-            for (int slab = 0; slab < slabs; ++slab)
-                load_box(x_map, to + N * kStep + slab * kSlabBytes, full, step * kStep, tile.row + slab * kSlab);
+            for (int slab = 0; slab < slabs; ++slab) {
+                if (kCluster == 1)
+                    load_box(x_map, x_to + slab * kSlabBytes, full, step * kStep, row + slab * kSlab);
+                else
+                    load_box_to_both(x_map, x_to + slab * kSlabBytes, full, step * kStep, row + slab * kSlab);
+            }
             if (++stage == problem.stages) stage = 0, parity ^= 1;
         }
     }
 }
 
-template <int N, bool kTurns>
-__device__ void consume(char* ring, char* staging, Tables& tables, const Problem& problem) {
+// A stage may be written again once all warps of all blocks that get its rows have read it.
+template <int kCluster>
+__device__ __forceinline__ void release(uint64_t* empty, int lane) {
+    if (kCluster == 1) {
+        if (lane == 0) barrier_arrive(empty);
+    } else if (lane < kCluster) {
+        barrier_arrive_at(empty, lane);
+    }
+}
+
+template <int N, int kCluster, bool kTurns>
+__device__ void consume(char* ring, char* staging, Tables& tables, const Problem& problem, int rank) {
     constexpr int kSums = N / 2;         // registers of one thread for one slab
     int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, group = (threadIdx.x >> 7) - 1;
-    int tile_rows = problem.slabs * kSlab, column_tiles = (problem.n + N - 1) / N;
+    int tile_rows = problem.slabs * kSlab, column_tiles = (problem.n + N * kCluster - 1) / (N * kCluster);
     int stage_bytes = problem.slabs * kSlabBytes + N * kStep, steps = (problem.k + kStep - 1) / kStep;
     int scale_columns = (problem.n + 127) / 128;
     char* own = staging + (group * 4 + warp) * 16 * N * 2;
     int stage = 0, expert = 0;
     uint32_t parity = 0;
     if (kTurns && group == 1) turn_give(0);
-    for (int t = blockIdx.x; t < tables.first_tile[problem.experts]; t += gridDim.x) {
-        Tile tile = locate(t, expert, tables, problem, tile_rows, N, column_tiles);
+    for (int t = blockIdx.x / kCluster; t < tables.first_tile[problem.experts]; t += gridDim.x / kCluster) {
+        Tile tile = locate(t, expert, tables, problem, tile_rows, N * kCluster, column_tiles);
+        tile.column += rank * N;             // may lie past n where the cluster's other block does not
         int slabs = (tile.row_end - tile.row + kSlab - 1) / kSlab;
         bool first = group < slabs, second = group + 2 < slabs, turns = kTurns && slabs == kMaxSlabs;
         const float* w_scale =
-            problem.w_scale + (long long)(tile.expert * scale_columns + tile.column / 128) * steps;
+            problem.w_scale + (long long)(tile.expert * scale_columns + min(tile.column / 128, scale_columns - 1)) * steps;
         int row = tile.row + group * kSlab + warp * 16 + lane / 4, last = tile.row_end - 1;
         const float* x_scale = problem.x_scale + tile.expert * problem.x_scale_expert;
         const float *p0 = x_scale + min(row, last), *p1 = x_scale + min(row + 8, last);
@@ -293,17 +340,17 @@ __device__ void consume(char* ring, char* staging, Tables& tables, const Problem
                 multiply_stage(part, descriptor(x_tile), w_descriptor);
                 if (turns) turn_give(group ^ 1);
                 products_wait();
-                if (!second && lane == 0) barrier_arrive(&tables.empty[stage]);
+                if (!second) release<kCluster>(&tables.empty[stage], lane);
                 add_scaled(sums[0], part, u0, u1);
-            } else if (lane == 0) {
-                barrier_arrive(&tables.empty[stage]);
+            } else {
+                release<kCluster>(&tables.empty[stage], lane);
             }
             if (second) {
                 if (turns) turn_wait(group);
                 multiply_stage(part, descriptor(x_tile + 2 * kSlabBytes), w_descriptor);
                 if (turns) turn_give(group ^ 1);
                 products_wait();
-                if (lane == 0) barrier_arrive(&tables.empty[stage]);
+                release<kCluster>(&tables.empty[stage], lane);
                 add_scaled(sums[1], part, u2, u3);
             }
             if (++stage == problem.stages) stage = 0, parity ^= 1;
@@ -314,7 +361,7 @@ __device__ void consume(char* ring, char* staging, Tables& tables, const Problem
     }
 }
 
-template <int N, bool kTurns>
+template <int N, int kCluster, bool kTurns>
 __global__ void __launch_bounds__(kThreads, 1)
     grouped(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
             const __grid_constant__ Problem problem) {
@@ -322,19 +369,23 @@ __global__ void __launch_bounds__(kThreads, 1)
     __shared__ Tables tables;
     char* ring = raw + (1024 - (shared_address(raw) & 1023)) % 1024;
     char* staging = ring + problem.stages * (problem.slabs * kSlabBytes + N * kStep);
+    int rank = kCluster == 1 ? 0 : cluster_rank();
     if (threadIdx.x < problem.stages) {
         barrier_init(&tables.full[threadIdx.x], 1);
-        barrier_init(&tables.empty[threadIdx.x], kConsumers * 4);
+        barrier_init(&tables.empty[threadIdx.x], kConsumers * 4 * kCluster);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    fill_tables(tables, problem, problem.slabs * kSlab, (problem.n + N - 1) / N);
+    fill_tables(tables, problem, problem.slabs * kSlab, (problem.n + N * kCluster - 1) / (N * kCluster));
+    if (kCluster > 1) cluster_sync();
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (threadIdx.x == 0) produce<N>(&x_map, &w_map, ring, tables, problem);
+        if (threadIdx.x == 0) produce<N, kCluster>(&x_map, &w_map, ring, tables, problem, rank);
+        __syncwarp();
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        consume<N, kTurns>(ring, staging, tables, problem);
+        consume<N, kCluster, kTurns>(ring, staging, tables, problem, rank);
     }
+    if (kCluster > 1) cluster_sync();    // nothing may still be on its way to a block that has left
 }
 
 // ---- host ----
@@ -361,17 +412,27 @@ int encode(CUtensorMap* map, const void* data, long long rows, int k, int box_ro
 
 constexpr int kSharedLimit = 227 * 1024;
 
-template <int N, bool kTurns>
+template <int N, int kCluster, bool kTurns>
 int launch(const CUtensorMap& x_map, const CUtensorMap& w_map, Problem problem, int blocks, cudaStream_t stream) {
     int stage_bytes = problem.slabs * kSlabBytes + N * kStep, staging = kConsumers * 4 * 16 * N * 2;
     int room = kSharedLimit - int(sizeof(Tables)) - 1024 - 64 - staging;
     problem.stages = min(kMaxStages, room / stage_bytes);
     int shared = problem.stages * stage_bytes + staging + 1024;
-    auto kernel = grouped<N, kTurns>;
+    auto kernel = grouped<N, kCluster, kTurns>;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     if (error != cudaSuccess) return error;
-    kernel<<<blocks, kThreads, shared, stream>>>(x_map, w_map, problem);
-    return cudaGetLastError();
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = kCluster;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(blocks / kCluster * kCluster);
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, x_map, w_map, problem);
 }
 
 }  // namespace
@@ -380,20 +441,23 @@ int launch(const CUtensorMap& x_map, const CUtensorMap& w_map, Problem problem, 
 extern "C" int hr_grouped_fp8(const void* x, const float* x_scale, long long x_scale_step, long long x_scale_expert,
                               const void* w, const float* w_scale, void* out, long long out_stride, const int* bounds,
                               int mode, int rows, int experts, int n, int k, int slabs, int columns, int group, int turns,
-                              int blocks, void* stream) {
+                              int cluster, int blocks, void* stream) {
     if (rows == 0 || n == 0) return 0;
     if (experts < 1 || experts > kMaxExperts || slabs < 1 || slabs > kMaxSlabs || k % 16 || n % 8) return -2;
     if (encoder() == nullptr) return -1;
     CUtensorMap x_map, w_map;
     long long all_rows = mode == kMasked ? (long long)rows * experts : rows;
-    if (int error = encode(&x_map, x, all_rows, k, kSlab)) return 100000 + error;
+    if (int error = encode(&x_map, x, all_rows, k, kSlab / cluster)) return 100000 + error;
     if (int error = encode(&w_map, w, (long long)experts * n, k, columns)) return 100000 + error;
     Problem problem{x_scale, w_scale, static_cast<__nv_bfloat16*>(out), bounds, x_scale_step, x_scale_expert, out_stride,
                     rows,    experts, n, k, mode, slabs, 0, group};
     cudaStream_t on = static_cast<cudaStream_t>(stream);
-    if (columns == 64)
-        return turns ? launch<64, true>(x_map, w_map, problem, blocks, on)
-                     : launch<64, false>(x_map, w_map, problem, blocks, on);
-    return turns ? launch<128, true>(x_map, w_map, problem, blocks, on)
-                 : launch<128, false>(x_map, w_map, problem, blocks, on);
+    switch (columns * 100 + cluster * 10 + turns) {
+        case 6410: return launch<64, 1, false>(x_map, w_map, problem, blocks, on);
+        case 12810: return launch<128, 1, false>(x_map, w_map, problem, blocks, on);
+        case 12811: return launch<128, 1, true>(x_map, w_map, problem, blocks, on);
+        case 12820: return launch<128, 2, false>(x_map, w_map, problem, blocks, on);
+        case 12821: return launch<128, 2, true>(x_map, w_map, problem, blocks, on);
+        default: return -2;
+    }
 }

@@ -117,30 +117,30 @@ def hopper(gpu):
     return gpu
 
 
-@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("cluster,turns", [(1, False), (2, False), (1, True), (2, True)])
 @pytest.mark.parametrize("slabs,columns", [(4, 128), (3, 128), (1, 128), (2, 64), (4, 64)])
 @pytest.mark.parametrize("starts", [[0, 300, 300, 1100, 1111], [0, 0, 0, 0, 0], [0, 64, 1000, 1001, 1199]])
 @pytest.mark.parametrize("n,k", [(200, 256), (384, 1408), (1096, 144), (4096, 512)])
-def test_cuda_contiguous_equals_fp32(hopper, turns, slabs, columns, starts, n, k):
+def test_cuda_contiguous_equals_fp32(hopper, cluster, turns, slabs, columns, starts, n, k):
     rows, weight = made(1200, 4, n, k, hopper)
     used = starts[-1]
     starts = torch.tensor(starts, dtype=torch.int32, device=hopper)
-    mode, options = grouped.CONTIGUOUS_MODE, {"turns": turns, "slabs": slabs, "columns": columns}
+    mode, options = grouped.CONTIGUOUS_MODE, {"cluster": cluster, "turns": turns, "slabs": slabs, "columns": columns}
     untouched = torch.full((1200, n), 7.0, dtype=torch.bfloat16, device=hopper)
     out = grouped.launch_cuda(poisoned(rows, used), weight, starts, mode, untouched, **options)
     assert_close(out[:used], grouped.reference(rows, weight, starts)[:used])
     assert bool((out[used:] == 7.0).all())
 
 
-@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("counts", [[5, 0, 640, 16], [640, 64, 65, 128], [0, 0, 0, 0], [1, 257, 256, 255]])
 @pytest.mark.parametrize("n,k", [(200, 256), (1096, 1408)])
-def test_cuda_masked_equals_fp32(hopper, turns, counts, n, k):
+def test_cuda_masked_equals_fp32(hopper, cluster, counts, n, k):
     rows, weight = made(4 * 640, 4, n, k, hopper)
     rows = masked(rows, 4)
     counts_there = torch.tensor(counts, dtype=torch.int32, device=hopper)
     out = torch.full((4, 640, n), 7.0, dtype=torch.bfloat16, device=hopper)
-    grouped.launch_cuda(rows, weight, counts_there, grouped.MASKED_MODE, out, turns=turns)
+    grouped.launch_cuda(rows, weight, counts_there, grouped.MASKED_MODE, out, cluster=cluster)
     want = grouped.reference_masked(rows, weight, counts_there)
     for expert, count in enumerate(counts):
         assert_close(out[expert, :count], want[expert, :count])
