@@ -1,11 +1,11 @@
 """One product for each expert, all experts in one launch: y = x @ w[expert]^T in block-scaled FP8.
 
-CONTIGUOUS  run(rows, weight, starts) -> [capacity, n] bf16
+CONTIGUOUS_BACKENDS  run(rows, weight, starts) -> [capacity, n] bf16
   rows      Fp8Rows, data [capacity, k], scale [capacity, ceil(k / 128)] with strides (1, any)
   weight    Fp8Weight, data [e, n, k], scale [e, ceil(n / 128), ceil(k / 128)]
   starts    [e + 1] int32 on the device: expert i owns rows starts[i] up to starts[i + 1]; rows from starts[e] on are not
             computed and their output is uninitialised
-MASKED      run(rows, weight, counts) -> [e, m, n] bf16
+MASKED_BACKENDS      run(rows, weight, counts) -> [e, m, n] bf16
   rows      Fp8Rows, data [e, m, k], scale [e, m, ceil(k / 128)] with m contiguous
   counts    [e] int32 on the device: of each expert only the first counts[i] rows are computed
 
@@ -228,12 +228,12 @@ def _triton_masked(rows: Fp8Rows, weight: Fp8Weight, counts: torch.Tensor) -> to
     return launch_triton(rows, weight, counts, MASKED_MODE)
 
 
-CONTIGUOUS = (
+CONTIGUOUS_BACKENDS = (
     Backend("cuda", _cuda, why_not=cuda_library.why_not),
     Backend("triton", _triton, why_not=needs_triton),
     Backend("reference", reference),
 )
-MASKED = (
+MASKED_BACKENDS = (
     Backend("cuda", _cuda_masked, why_not=cuda_library.why_not),
     Backend("triton", _triton_masked, why_not=needs_triton),
     Backend("reference", reference_masked),

@@ -129,7 +129,7 @@ def _masked_rows(device: torch.device, ceilings: Ceilings, progress: Any, each: 
         return Candidate(backend.name, [call], error_of(out, flat, weight, starts))
 
     def candidates() -> Iterator[Candidate]:
-        for backend in grouped_linear.MASKED:
+        for backend in grouped_linear.MASKED_BACKENDS:
             if backend.name != "reference" and backend.why_not(device) is None:
                 yield from _tried(progress, "grouped masked", lambda b=backend: ours(b))
         yield from _tried(progress, "grouped masked", lambda: scaled_grouped_mm(flat, weight, starts))
@@ -151,7 +151,7 @@ def _contiguous_rows(
         return Candidate(backend.name, [lambda: backend.run(rows, weight, starts)], error)
 
     def candidates() -> Iterator[Candidate]:
-        for backend in grouped_linear.CONTIGUOUS:
+        for backend in grouped_linear.CONTIGUOUS_BACKENDS:
             if backend.name != "reference" and backend.why_not(device) is None:
                 yield from _tried(progress, "grouped contiguous", lambda b=backend: ours(b))
         yield from _tried(progress, "grouped contiguous", lambda: scaled_grouped_mm(rows, weight, bounds))

@@ -103,8 +103,8 @@ def test_operands_that_do_not_fit_are_refused():
 
 
 def test_a_cpu_gets_the_reference():
-    assert choose(grouped.CONTIGUOUS, torch.device("cpu")).name == "reference"
-    assert choose(grouped.MASKED, torch.device("cpu")).name == "reference"
+    assert choose(grouped.CONTIGUOUS_BACKENDS, torch.device("cpu")).name == "reference"
+    assert choose(grouped.MASKED_BACKENDS, torch.device("cpu")).name == "reference"
 
 
 @pytest.fixture(scope="session")
@@ -150,7 +150,7 @@ def test_cuda_masked_equals_fp32(hopper, cluster, counts, n, k):
 def test_a_captured_product_follows_its_starts(hopper):
     rows, weight = made(512, 4, 384, 512, hopper)
     starts = torch.tensor([0, 128, 256, 384, 512], dtype=torch.int32, device=hopper)
-    run = choose(grouped.CONTIGUOUS, hopper).run
+    run = choose(grouped.CONTIGUOUS_BACKENDS, hopper).run
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run(rows, weight, starts)
