@@ -1,0 +1,101 @@
+"""The rank bench's arithmetic: what a step must move and multiply, and what other ranks would send."""
+
+import json
+
+import pytest
+import torch
+
+from bench import op_times
+from bench.drawn import DrawnExchange
+from bench.kernels.harness import Ceilings, relative_error, sets_for
+from bench.roofline import Op, Share, step_ops, total_us
+from headrace.model.gpu_kernels import GpuKernels
+from headrace.model.random_weights import published_config
+
+CEILINGS = Ceilings(copy_gb_s=4000.0, bf16_tflops=800.0, fp8_tflops=1000.0)
+
+
+def op(ops: list[Op], name: str) -> Op:
+    return next(one for one in ops if one.name == name)
+
+
+def decode_share(batch: int, context: int, kv_bytes: float = 2.0) -> Share:
+    return Share(batch, batch * 8, 8, batch * context, batch * context, batch, kv_bytes)
+
+
+def test_an_op_takes_the_longer_of_moving_and_multiplying():
+    assert CEILINGS.limit_us(4e9) == pytest.approx(1000.0)
+    assert CEILINGS.limit_us(1, 8e11) == pytest.approx(1000.0)
+    assert CEILINGS.limit_us(4e9, 8e11, "fp8") == pytest.approx(1000.0)
+
+
+def test_decode_reads_each_latent_row_once_and_each_weight_once():
+    ops = step_ops(published_config("deepseek-r1"), decode_share(64, 3072), "decode")
+    attention = op(ops, "mla_decode")
+    assert attention.count == 61
+    assert attention.num_bytes == 64 * 3072 * 576 * 2 + 64 * 128 * (576 + 512) * 2
+    assert attention.flops == 2 * 128 * (576 + 512) * 64 * 3072
+    gate_up = op(ops, "experts_gate_up")
+    assert gate_up.count == 58 and gate_up.flops == 2 * 64 * 8 * 4096 * 7168
+    assert gate_up.num_bytes > 8 * 4096 * 7168, "the weights of all local experts are read"
+    halved = step_ops(published_config("deepseek-r1"), decode_share(64, 3072, 1.0), "decode")
+    assert op(halved, "mla_decode").num_bytes < attention.num_bytes
+
+
+def test_weights_of_all_projections_add_up_to_the_published_model():
+    """Without experts and embeddings R1 has about 187 M weights a layer in attention."""
+    ops = step_ops(published_config("deepseek-r1"), decode_share(1, 1), "prefill")
+    names = ("qkv_a", "q_b", "kv_b", "o_proj")
+    weights = sum(op(ops, name).flops / 2 for name in names)
+    assert weights == 7168 * 2112 + 1536 * 24576 + 512 * 32768 + 16384 * 7168
+
+
+def test_a_step_is_the_sum_of_its_ops():
+    ops = [Op("a", 2, 4e9), Op("b", 1, 0.0, 1e12, "fp8")]
+    assert total_us(ops, CEILINGS) == pytest.approx(3000.0)
+
+
+def test_drawn_rows_arrive_as_thirty_two_ranks_would_send_them():
+    kernels = GpuKernels(torch.device("cpu"))
+    exchange = DrawnExchange(kernels, torch.device("cpu"), num_experts=256, ranks=32, top_k=8)
+    tokens, hidden = 48, 256
+    arrived = exchange.arrived(tokens)
+    assert abs(arrived - tokens * 8) < 6 * (tokens * 8) ** 0.5, "eight rows a token on average"
+    h = torch.randn(tokens, hidden).bfloat16()
+    weights, ids = torch.rand(tokens, 8), torch.zeros(tokens, 8, dtype=torch.int32)
+    sent = exchange.dispatch(h, weights, ids)
+    routing = exchange._routing(tokens)
+    assert int(routing.plan.counts.sum()) == arrived
+    multiple = kernels.row_multiple(-(-arrived // 8))
+    assert all(int(start) % multiple == 0 for start in sent.starts) and len(sent.starts) == 9
+    real = routing.plan.tokens >= 0
+    assert int(real.sum()) == arrived
+    assert torch.equal(sent.rows[real], h[routing.plan.tokens[real].long()])
+    made = sent.rows
+    expected = (weights[..., None] * made.float()[sent.receipt.rows.long()]).sum(1)
+    combined = exchange.combine(made, sent, None)
+    assert relative_error(combined, expected) < 1e-2
+    assert bool(real[sent.receipt.rows.long()].all()), "every result that comes back is of a real row"
+
+
+def test_experts_that_cannot_be_shared_are_refused():
+    with pytest.raises(ValueError, match="256 experts cannot be shared by 24 ranks"):
+        DrawnExchange(None, torch.device("cpu"), num_experts=256, ranks=24, top_k=8)
+
+
+def test_every_kernel_lands_in_a_group_or_under_its_own_name():
+    ops = step_ops(published_config("deepseek-r1"), decode_share(64, 3072), "decode")
+    kernels = {"flash_fwd_splitkv_mla_kernel": 10.0, "_add_norm_kernel": 2.0, "something_else": 1.0}
+    entries = op_times.beside_the_roofline(ops, CEILINGS, kernels)
+    found = {entry["op"]: entry["measured_us"] for entry in entries}
+    assert found["attention"] == 10.0 and found["norm, quantise"] == 2.0 and found["something_else"] == 1.0
+    assert sum(entry["measured_us"] for entry in entries) == 13.0
+    assert sum(entry["roofline_us"] for entry in entries) == pytest.approx(total_us(ops, CEILINGS))
+    json.dumps(entries)
+
+
+def test_errors_are_relative_to_the_largest_value_and_nan_counts():
+    reference = torch.tensor([1.0, -4.0])
+    assert relative_error(torch.tensor([1.0, -3.0]), reference) == pytest.approx(0.25)
+    assert relative_error(torch.tensor([float("nan"), -4.0]), reference) == float("inf")
+    assert sets_for(1 << 30) == 1 and sets_for(1) == 16
