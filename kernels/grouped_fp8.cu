@@ -39,11 +39,13 @@ struct Problem {
     long long x_scale_expert;            // what a masked expert's scales are further away than its rows
     long long out_stride;
     int rows, experts, n, k, mode;
-    int slabs, stages, group;
+    int slabs;                           // of a tile, at most
+    int ring_bytes, group;
 };
 
 struct Tables {
     int first_tile[kMaxExperts + 1], begin[kMaxExperts], end[kMaxExperts];
+    int stage_bytes, stages;
     uint64_t full[kMaxStages], empty[kMaxStages];
 };
 
@@ -180,7 +182,18 @@ __device__ __forceinline__ void turn_give(int group) { asm volatile("bar.arrive 
 
 // ---- tiles ----
 
-__device__ void fill_tables(Tables& tables, const Problem& problem, int tile_rows, int column_tiles) {
+// Row tiles of an expert with so many rows, and slabs of each.
+__device__ __forceinline__ int tiles_of(int rows, int most_slabs) {
+    return ((max(rows, 0) + kSlab - 1) / kSlab + most_slabs - 1) / most_slabs;
+}
+
+__device__ __forceinline__ int slabs_of(int rows, int tiles) {
+    return tiles == 0 ? 0 : ((rows + kSlab - 1) / kSlab + tiles - 1) / tiles;
+}
+
+// Tiles of an expert are as few as `problem.slabs` allows and of one height. Stages are as large as the highest tile needs
+// and as many as fit: a decode step's few rows leave room for more weights in flight.
+__device__ void fill_tables(Tables& tables, const Problem& problem, int column_tiles, int w_bytes) {
     for (int e = threadIdx.x; e < problem.experts; e += blockDim.x) {
         int begin = 0, end = problem.rows;
         if (problem.mode == kContiguous) {
@@ -192,28 +205,33 @@ __device__ void fill_tables(Tables& tables, const Problem& problem, int tile_row
         }
         tables.begin[e] = begin;
         tables.end[e] = end;
+        tables.first_tile[e + 1] = tiles_of(end - begin, problem.slabs);
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-        int tiles = 0;
+        int highest = 1;
+        tables.first_tile[0] = 0;
         for (int e = 0; e < problem.experts; ++e) {
-            tables.first_tile[e] = tiles;
-            tiles += max(0, (tables.end[e] - tables.begin[e] + tile_rows - 1) / tile_rows) * column_tiles;
+            int tiles = tables.first_tile[e + 1];
+            tables.first_tile[e + 1] = tables.first_tile[e] + tiles * column_tiles;
+            highest = max(highest, slabs_of(tables.end[e] - tables.begin[e], tiles));
         }
-        tables.first_tile[problem.experts] = tiles;
+        tables.stage_bytes = highest * kSlabBytes + w_bytes;
+        tables.stages = min(kMaxStages, problem.ring_bytes / tables.stage_bytes);
     }
     __syncthreads();
 }
 
 // Tiles of an expert go in groups of `group` row tiles, all columns of a group before the next: what runs at one time
 // shares its rows and its weights in the L2 cache. `expert` only grows, so the search goes on where it stopped.
-__device__ __forceinline__ Tile locate(int tile, int& expert, const Tables& tables, const Problem& problem, int tile_rows,
+__device__ __forceinline__ Tile locate(int tile, int& expert, const Tables& tables, const Problem& problem,
                                        int tile_columns, int column_tiles) {
     while (tile >= tables.first_tile[expert + 1]) ++expert;
     int local = tile - tables.first_tile[expert];
     int row_tiles = (tables.first_tile[expert + 1] - tables.first_tile[expert]) / column_tiles;
     int first = local / (problem.group * column_tiles) * problem.group;
-    int height = min(row_tiles - first, problem.group);
+    int height = min(row_tiles - first, problem.group), rows = tables.end[expert] - tables.begin[expert];
+    int tile_rows = slabs_of(rows, row_tiles) * kSlab;
     local -= first * column_tiles;
     Tile found;
     found.expert = expert;
@@ -260,12 +278,12 @@ template <int N, int kCluster>
 __device__ void produce(const CUtensorMap* x_map, const CUtensorMap* w_map, char* ring, Tables& tables,
                         const Problem& problem, int rank) {
     constexpr int kShare = kSlab / kCluster;  // rows of a slab that this block loads
-    int tile_rows = problem.slabs * kSlab, column_tiles = (problem.n + N * kCluster - 1) / (N * kCluster);
-    int stage_bytes = problem.slabs * kSlabBytes + N * kStep, steps = (problem.k + kStep - 1) / kStep;
+    int column_tiles = (problem.n + N * kCluster - 1) / (N * kCluster), steps = (problem.k + kStep - 1) / kStep;
+    int stage_bytes = tables.stage_bytes, stages = tables.stages;
     int stage = 0, expert = 0;
     uint32_t parity = 1;                 // a fresh barrier counts as one whose phase before this one is over
     for (int t = blockIdx.x / kCluster; t < tables.first_tile[problem.experts]; t += gridDim.x / kCluster) {
-        Tile tile = locate(t, expert, tables, problem, tile_rows, N * kCluster, column_tiles);
+        Tile tile = locate(t, expert, tables, problem, N * kCluster, column_tiles);
         int slabs = (tile.row_end - tile.row + kSlab - 1) / kSlab;
         int w_row = tile.expert * problem.n + tile.column + rank * N;
         for (int step = 0; step < steps; ++step) {
@@ -282,7 +300,7 @@ __device__ void produce(const CUtensorMap* x_map, const CUtensorMap* w_map, char
                 else
                     load_box_to_both(x_map, x_to + slab * kSlabBytes, full, step * kStep, row + slab * kSlab);
             }
-            if (++stage == problem.stages) stage = 0, parity ^= 1;
+            if (++stage == stages) stage = 0, parity ^= 1;
         }
     }
 }
@@ -301,15 +319,15 @@ template <int N, int kCluster, bool kTurns>
 __device__ void consume(char* ring, char* staging, Tables& tables, const Problem& problem, int rank) {
     constexpr int kSums = N / 2;         // registers of one thread for one slab
     int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, group = (threadIdx.x >> 7) - 1;
-    int tile_rows = problem.slabs * kSlab, column_tiles = (problem.n + N * kCluster - 1) / (N * kCluster);
-    int stage_bytes = problem.slabs * kSlabBytes + N * kStep, steps = (problem.k + kStep - 1) / kStep;
+    int column_tiles = (problem.n + N * kCluster - 1) / (N * kCluster), steps = (problem.k + kStep - 1) / kStep;
+    int stage_bytes = tables.stage_bytes, stages = tables.stages;
     int scale_columns = (problem.n + 127) / 128;
     char* own = staging + (group * 4 + warp) * 16 * N * 2;
     int stage = 0, expert = 0;
     uint32_t parity = 0;
     if (kTurns && group == 1) turn_give(0);
     for (int t = blockIdx.x / kCluster; t < tables.first_tile[problem.experts]; t += gridDim.x / kCluster) {
-        Tile tile = locate(t, expert, tables, problem, tile_rows, N * kCluster, column_tiles);
+        Tile tile = locate(t, expert, tables, problem, N * kCluster, column_tiles);
         tile.column += rank * N;             // may lie past n where the cluster's other block does not
         int slabs = (tile.row_end - tile.row + kSlab - 1) / kSlab;
         bool first = group < slabs, second = group + 2 < slabs, turns = kTurns && slabs == kMaxSlabs;
@@ -353,7 +371,7 @@ __device__ void consume(char* ring, char* staging, Tables& tables, const Problem
                 release<kCluster>(&tables.empty[stage], lane);
                 add_scaled(sums[1], part, u2, u3);
             }
-            if (++stage == problem.stages) stage = 0, parity ^= 1;
+            if (++stage == stages) stage = 0, parity ^= 1;
         }
         int store_row = tile.row + group * kSlab + warp * 16;
         if (first) store_slab<N>(sums[0], own, problem, store_row, tile.row_end, tile.column, lane);
@@ -368,23 +386,23 @@ __global__ void __launch_bounds__(kThreads, 1)
     extern __shared__ char raw[];
     __shared__ Tables tables;
     char* ring = raw + (1024 - (shared_address(raw) & 1023)) % 1024;
-    char* staging = ring + problem.stages * (problem.slabs * kSlabBytes + N * kStep);
+    char* staging = ring + problem.ring_bytes;
     int rank = kCluster == 1 ? 0 : cluster_rank();
-    if (threadIdx.x < problem.stages) {
+    if (threadIdx.x < kMaxStages) {
         barrier_init(&tables.full[threadIdx.x], 1);
         barrier_init(&tables.empty[threadIdx.x], kConsumers * 4 * kCluster);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    fill_tables(tables, problem, problem.slabs * kSlab, (problem.n + N * kCluster - 1) / (N * kCluster));
+    fill_tables(tables, problem, (problem.n + N * kCluster - 1) / (N * kCluster), N * kStep);
     if (kCluster > 1) cluster_sync();
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x == 0) produce<N, kCluster>(&x_map, &w_map, ring, tables, problem, rank);
-        __syncwarp();
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         consume<N, kCluster, kTurns>(ring, staging, tables, problem, rank);
     }
+    __syncwarp();
     if (kCluster > 1) cluster_sync();    // nothing may still be on its way to a block that has left
 }
 
@@ -411,13 +429,13 @@ int encode(CUtensorMap* map, const void* data, long long rows, int k, int box_ro
 }
 
 constexpr int kSharedLimit = 227 * 1024;
+static_assert(kSharedLimit - int(sizeof(Tables)) - 1024 - 8 * 16 * 128 * 2 >= 4 * (kMaxSlabs * kSlabBytes + 128 * kStep));
 
 template <int N, int kCluster, bool kTurns>
 int launch(const CUtensorMap& x_map, const CUtensorMap& w_map, Problem problem, int blocks, cudaStream_t stream) {
-    int stage_bytes = problem.slabs * kSlabBytes + N * kStep, staging = kConsumers * 4 * 16 * N * 2;
-    int room = kSharedLimit - int(sizeof(Tables)) - 1024 - 64 - staging;
-    problem.stages = min(kMaxStages, room / stage_bytes);
-    int shared = problem.stages * stage_bytes + staging + 1024;
+    int staging = kConsumers * 4 * 16 * N * 2;
+    problem.ring_bytes = (kSharedLimit - int(sizeof(Tables)) - 1024 - staging) / 1024 * 1024;
+    int shared = problem.ring_bytes + staging + 1024;
     auto kernel = grouped<N, kCluster, kTurns>;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     if (error != cudaSuccess) return error;
