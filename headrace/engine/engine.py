@@ -255,9 +255,10 @@ class Engine:
             request.index, token.sample_index, request.sampling, request.prompt, [token.token_id], table
         )
 
-    def _on_step(self, tokens: list[SampledToken]) -> None:
+    def _on_step(self, tokens: Sequence[SampledToken]) -> None:
         for token in tokens:
-            self._record(token)
+            if token.handle in self._requests:  # else it was abandoned while its step was in flight
+                self._record(token)
 
     def _record(self, token: SampledToken) -> None:
         request = self._requests[token.handle]
@@ -285,9 +286,10 @@ class Engine:
         self._failure = self._failure or error
 
     def _abandon(self) -> None:
-        for request in self._requests.values():
+        abandoned = list(self._requests.values())
+        self._requests.clear()
+        for request in abandoned:
             self.prefill.cancel(str(request.index))
             self.decode.remove(request.index)
             for table in request.tables:
                 self.parts.blocks.free(table)
-        self._requests.clear()

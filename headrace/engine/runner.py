@@ -1,11 +1,12 @@
 """Batches to tensors to logits to tokens: the only place where a plan meets the model.
 
-A plan is made of numpy arrays; `to_batch` uploads it. Kept apart from running, so that a plan can be made and uploaded
-while the step before it computes.
+A plan is made of numpy arrays; `to_batch` uploads it. A decode step is launched: its tokens stay on the device for the
+next step, and `Drawn.wait` reads them.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +16,9 @@ import torch
 
 from headrace.cache.latent import LatentPool
 from headrace.engine.request import PrefillSequence
-from headrace.engine.sampler import Sampled, Sampler, SamplingTable
+from headrace.engine.sampler import Drawn, Sampled, Sampler, SamplingTable
+from headrace.engine.step import StepPlan
+from headrace.engine.upload import upload
 from headrace.model.deepseek import ForwardBatch
 
 
@@ -66,29 +69,60 @@ def plan_prefill(sequences: Sequence[PrefillSequence], block_size: int) -> Batch
     )
 
 
-class Runner:
-    """Owns nothing but references: a model, the pool its rows live in, and a sampler. One thread uses it."""
+def plan_step(plan: StepPlan, block_size: int) -> BatchPlan:
+    """One new token a sample."""
+    return BatchPlan(
+        token_ids=plan.token_ids,
+        positions=plan.context_lens - 1,
+        slots=plan.slots,
+        block_tables=plan.tables.of(plan.rows, -(-int(plan.context_lens.max()) // block_size)),
+        query_starts=list(range(len(plan.rows) + 1)),
+        context_lens=plan.context_lens.tolist(),
+        logit_indices=np.arange(len(plan.rows)),
+    )
 
-    def __init__(self, transformer: Model, pool: LatentPool, sampler: Sampler, max_context: int):
+
+class Steps(Protocol):
+    """Another way to run decode steps than through `forward`; headrace/engine/graphs.py has one."""
+
+    def launch(self, plan: StepPlan, table: SamplingTable, before: Drawn | None) -> Drawn: ...
+
+    def warm(self) -> None: ...
+
+
+class Runner:
+    """A model, the pool its rows live in, and a sampler; owns none of them. One thread uses it.
+
+    steps          how decode steps run; None: through the model's `forward`
+    steps_ahead    1: a DecodeBatcher launches a step before it reads the tokens of the one in flight; 0: it does not
+    """
+
+    def __init__(
+        self,
+        transformer: Model,
+        pool: LatentPool,
+        sampler: Sampler,
+        max_context: int,
+        *,
+        steps: Steps | None = None,
+        steps_ahead: int = 0,
+    ):
         self.transformer, self.pool, self.sampler = transformer, pool, sampler
         self.max_context = max_context
         self.block_size = pool.block_size
+        self.steps, self.steps_ahead = steps, steps_ahead
 
     def to_batch(self, plan: BatchPlan) -> ForwardBatch:
         """The plan on the model's device."""
         device = self.transformer.device
-
-        def upload(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
-
         return ForwardBatch(
-            token_ids=upload(plan.token_ids),
-            positions=upload(plan.positions),
-            slots=upload(plan.slots),
-            block_tables=upload(plan.block_tables),
+            token_ids=upload(plan.token_ids, device),
+            positions=upload(plan.positions, device),
+            slots=upload(plan.slots, device),
+            block_tables=upload(plan.block_tables, device),
             query_starts=plan.query_starts,
             context_lens=plan.context_lens,
-            logit_indices=upload(plan.logit_indices),
+            logit_indices=upload(plan.logit_indices, device),
         )
 
     def forward(self, batch: ForwardBatch, phase: str, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
@@ -100,3 +134,29 @@ class Runner:
         """One token a row of `table`, at these output positions."""
         with torch.inference_mode():
             return self.sampler.sample(logits, table, rows, positions)
+
+    def launch(self, plan: StepPlan, table: SamplingTable, before: Drawn | None) -> Drawn:
+        """A decode step and its draw, queued. `before`: the step launched last, whose tokens `plan.sources` name; None when
+        the host knows all tokens."""
+        if self.steps is not None:
+            with torch.inference_mode():
+                return self.steps.launch(plan, table, before)
+        batch = self.to_batch(plan_step(plan, self.block_size))
+        if before is not None:
+            sources = upload(plan.sources, self.transformer.device)
+            fed = before.token_ids.index_select(0, sources.clamp(min=0))
+            batch.token_ids = torch.where(sources >= 0, fed, batch.token_ids)
+        logits = self.forward(batch, "decode")
+        with torch.inference_mode():
+            return self.sampler.draw(logits, table, plan.rows, plan.positions)
+
+    def warm(self) -> None:
+        """Makes ready what the first step would have to wait for (graphs)."""
+        if self.steps is not None:
+            self.steps.warm()
+
+    def settle(self) -> None:
+        """Returns when nothing that was launched runs any more, whether it went well or not."""
+        if self.transformer.device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # the failure itself: whoever reads the step hears of it
+                torch.cuda.synchronize(self.transformer.device)

@@ -20,8 +20,10 @@ from headrace.engine import noise
 from headrace.engine.choice import Batched, Choice, Cuts, RowByRow, argmax
 from headrace.engine.request import finish_reason
 from headrace.engine.sampling_table import Need, SamplingTable, TokenCounts
+from headrace.engine.step import Top, TopColumns
+from headrace.engine.upload import upload
 
-__all__ = ["Need", "Sampled", "Sampler", "SamplingTable", "TokenCounts", "finish_reason"]
+__all__ = ["Drawn", "Need", "Sampled", "Sampler", "SamplingTable", "TokenCounts", "finish_reason"]
 
 
 @dataclass
@@ -30,7 +32,20 @@ class Sampled:
 
     token_ids: np.ndarray
     logprobs: np.ndarray | None
-    top: dict[int, tuple[tuple[int, float], ...]]
+    top: dict[int, Top] | TopColumns
+
+
+class Drawn:
+    """Tokens of a launched step. token_ids [n] int64 on the device, which may still compute them."""
+
+    def __init__(self, token_ids: torch.Tensor, sampled: Sampled | None = None):
+        self.token_ids = token_ids
+        self._sampled = sampled
+
+    def wait(self) -> Sampled:
+        """The tokens on the host. Raises what the device raises."""
+        assert self._sampled is not None
+        return self._sampled
 
 
 class Sampler:
@@ -40,6 +55,11 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self._choice: Choice = (RowByRow if self.device.type == "cpu" else Batched)(vocab_size, self.device)
+
+    def draw(self, logits: torch.Tensor, table: SamplingTable, rows: np.ndarray, positions: np.ndarray) -> Drawn:
+        """As `sample`, for a step: waits for nothing that `Drawn.wait` can wait for."""
+        sampled = self.sample(logits, table, rows, positions)
+        return Drawn(torch.from_numpy(sampled.token_ids), sampled)
 
     def sample(self, logits: torch.Tensor, table: SamplingTable, rows: np.ndarray, positions: np.ndarray) -> Sampled:
         """One token a row. logits [n, vocab] fp32, not written to; rows [n] of `table`; positions [n] in the output."""
@@ -71,7 +91,7 @@ class Sampler:
         places = places[positions[places] < table.min_tokens[rows[places]]]
         if len(places):
             at = self._flat_indices(places, [table.end_ids[row] for row in rows[places].tolist()])
-            flat[self._to_device(at)] = float("-inf")
+            flat.index_fill_(0, self._to_device(at), float("-inf"))
         return edited
 
     def _penalise(self, flat, table, rows, needs) -> None:
@@ -134,7 +154,7 @@ class Sampler:
         return found, top
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        return upload(array, self.device)
 
 
 def _places(needs: np.ndarray, need: Need) -> np.ndarray:

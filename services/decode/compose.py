@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from headrace import logs, telemetry
 from headrace.cache.blocks import BlockState
 from headrace.client import Peers
-from headrace.engine.decode import DecodeBatcher, StepPlan
+from headrace.engine.decode import DecodeBatcher
 from headrace.engine.request import DecodeSequence, SampledToken
-from headrace.engine.sampler import Sampled
+from headrace.engine.sampler import Drawn
+from headrace.engine.step import StepPlan, StepTokens
 from headrace.engine.thread import EngineThread
 from headrace.errors import InternalError
 from headrace.faults import Faults
@@ -51,7 +52,7 @@ class BatchEngine:
         self._batcher.add(sequences)
 
     async def remove(self, handle: int, sample_index: int | None = None) -> None:
-        """As DecodeEngine: waits for the step that runs."""
+        """As DecodeEngine: waits for the step in flight."""
         await self._thread.call(self._batcher.remove, handle, sample_index)
 
     @property
@@ -59,7 +60,7 @@ class BatchEngine:
         """As DecodeEngine."""
         return self._batcher.steps
 
-    def _on_step(self, tokens: list[SampledToken]) -> None:
+    def _on_step(self, tokens: StepTokens) -> None:
         assert self._listeners is not None
         self._listeners[0](tokens)
 
@@ -73,17 +74,17 @@ class _Batcher(DecodeBatcher):
 
     faults = Faults()
 
-    def run(self, plan: StepPlan) -> Sampled:
+    def launch(self, plan: StepPlan, before: Drawn | None) -> Drawn:
         fault = self.faults.fire("decode.step")
         if fault is not None and fault.kind == "fail":
             raise InternalError("fault injected at decode.step")
-        began = time.perf_counter()
         if fault is not None:
             time.sleep(fault.seconds)
-        sampled = super().run(plan)
-        telemetry.histogram(*telemetry.STEP_DURATION).record(time.perf_counter() - began)
+        return super().launch(plan, before)
+
+    def completed(self, plan: StepPlan, duration_s: float) -> None:
+        telemetry.histogram(*telemetry.STEP_DURATION).record(duration_s)
         telemetry.gauge("headrace.decode.batch_size").set(len(plan.rows))
-        return sampled
 
 
 @contextlib.asynccontextmanager
@@ -100,13 +101,14 @@ async def open_decoder(
     """The core over `worker`, whose engine thread runs. `stop_writer` None: over gRPC, at the writer's address."""
     faults = start.faults()
     await warm_up(worker)
+    rows = worker.rows
     collaborators = Collaborators(
         clock=start.clock,
         pool=worker.blocks,
         engine=BatchEngine(worker, faults),
         target=target,
-        checksum=worker.rows.checksum,
-        copy_rows=worker.latent.copy_rows,
+        checksums=rows.layer_checksums,
+        copy_rows=rows.copy_rows,
         stop_writer=stop_writer or _stop_over(peers),
         faults=faults,
     )
@@ -140,7 +142,9 @@ async def warm_up(worker: Worker) -> None:
 
 
 def _warm_step(worker: Worker, blocks: tuple[int, ...]) -> None:
+    worker.runner.warm()
     batcher = DecodeBatcher(worker.runner, 1, lambda tokens: None)
     batcher.add([DecodeSequence(0, 0, SamplingParams(max_tokens=2), (0,), [0], list(blocks))])
-    batcher.run_once()
-    worker.rows.checksum(0, blocks, 0, 1)
+    while batcher.has_work():
+        batcher.run_once()
+    worker.rows.layer_checksums(blocks, 0, 1)

@@ -27,7 +27,10 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class Step:
-    """What one step produced. Steps run back to back: one `began` when the one before `ended`, or later."""
+    """What one step produced; the engine hands over columns, and a SampledToken is made where the loop looks at it.
+
+    Steps run back to back: one `began` when the one before `ended`, or later.
+    """
 
     number: int
     began: float
