@@ -23,16 +23,70 @@ LOG2E = 1.4426950408889634
 
 
 @jit
+def _blocks_of(table, step, context, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Where tile `step` lies: one block, or one a row when tiles straddle blocks; 0 past the context."""
+    if BLOCK_SIZE % TILE == 0:
+        return tl.load(table + (step * TILE) // BLOCK_SIZE).to(tl.int64)
+    else:
+        place = step * TILE + tl.arange(0, TILE)
+        return tl.load(table + place // BLOCK_SIZE, mask=place < context, other=0).to(tl.int64)
+
+
+@jit
+def _fold(
+    q_latent, q_rope, pool, block, step, context, top, total_weight, mixed, scale_log2,
+    BLOCK_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
+    LATENT_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    MASKED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Adds one tile of rows. MASKED: some of them lie past the context and must not be read."""
+    compute = tl.float32 if WIDE else tl.bfloat16
+    index = tl.arange(0, TILE)
+    latent, rope = tl.arange(0, LATENT_PAD), tl.arange(0, ROPE_PAD)
+    seen = step * TILE + index < context
+    if BLOCK_SIZE % TILE == 0:
+        row = pool + block * BLOCK_STRIDE + (step * TILE) % BLOCK_SIZE * ROW_STRIDE + index * ROW_STRIDE
+    else:
+        row = pool + block * BLOCK_STRIDE + (step * TILE + index) % BLOCK_SIZE * ROW_STRIDE
+    latent_at, rope_at = row[:, None] + latent[None, :], row[:, None] + LATENT + rope[None, :]
+    if MASKED:
+        rows = tl.load(latent_at, mask=seen[:, None] & (latent < LATENT)[None, :], other=0.0)
+        turned = tl.load(rope_at, mask=seen[:, None] & (rope < ROPE)[None, :], other=0.0)
+    else:
+        if LATENT == LATENT_PAD:
+            rows = tl.load(latent_at)
+        else:
+            rows = tl.load(latent_at, mask=(latent < LATENT)[None, :], other=0.0)
+        if ROPE == ROPE_PAD:
+            turned = tl.load(rope_at)
+        else:
+            turned = tl.load(rope_at, mask=(rope < ROPE)[None, :], other=0.0)
+    rows, turned = rows.to(compute), turned.to(compute)
+    scores = tl.dot(q_rope, tl.trans(turned), input_precision="ieee")
+    scores = tl.dot(q_latent, tl.trans(rows), scores, input_precision="ieee")
+    if MASKED:
+        scores = tl.where(seen[None, :], scores, -float("inf"))
+    higher = tl.maximum(top, tl.max(scores, 1) * scale_log2)
+    weights = tl.exp2(scores * scale_log2 - higher[:, None])
+    shrink = tl.exp2(top - higher)
+    total_weight = total_weight * shrink + tl.sum(weights, 1)
+    mixed = tl.dot(weights.to(compute), rows, mixed * shrink[:, None], input_precision="ieee")
+    return higher, total_weight, mixed
+
+
+@jit
 def _attend(
     q, pool, tables, lens, ends, out, parts, part_lse,
-    scale_log2, batch, heads, q_stride_seq, q_stride_head, pool_stride_block, pool_stride_row, table_stride,
-    LATENT: tl.constexpr, ROPE: tl.constexpr, LATENT_PAD: tl.constexpr, ROPE_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr, WIDE: tl.constexpr,
+    scale_log2, batch, heads, q_stride_seq, q_stride_head, table_stride,
+    BLOCK_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
+    LATENT_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
+    TILE: tl.constexpr, BATCH: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (head blocks, workers). WIDE: multiply in fp32 (fp32 pools; the interpreter has no bf16 product), else bf16."""
     worker, workers = tl.program_id(1), tl.num_programs(1)
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     latent, rope = tl.arange(0, LATENT_PAD), tl.arange(0, ROPE_PAD)
+    lives = (head < heads)[:, None]
     compute = tl.float32 if WIDE else tl.bfloat16
     total = tl.load(ends + batch - 1)
     first, last = (worker * total) // workers, ((worker + 1) * total) // workers
@@ -45,42 +99,33 @@ def _attend(
         stop = tl.minimum(end, last)
         context = tl.load(lens + seq)
         line = q + seq.to(tl.int64) * q_stride_seq + head[:, None] * q_stride_head
-        lives = (head < heads)[:, None]
         q_latent = tl.load(line + latent[None, :], mask=lives & (latent < LATENT)[None, :], other=0.0).to(compute)
         q_rope = tl.load(line + LATENT + rope[None, :], mask=lives & (rope < ROPE)[None, :], other=0.0).to(compute)
         top = tl.full((HEADS,), -float("inf"), tl.float32)
         total_weight = tl.zeros((HEADS,), tl.float32)
         mixed = tl.zeros((HEADS, LATENT_PAD), tl.float32)
         table = tables + seq.to(tl.int64) * table_stride
-        for step in range(tile - begin, stop - begin):
-            place = step * TILE + tl.arange(0, TILE)
-            seen = place < context
-            if BLOCK_SIZE % TILE == 0:
-                block = tl.load(table + (step * TILE) // BLOCK_SIZE).to(tl.int64)
-            else:
-                block = tl.load(table + place // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
-            row = pool + block * pool_stride_block + (place % BLOCK_SIZE) * pool_stride_row
-            keep = seen[:, None]
-            rows = tl.load(row[:, None] + latent[None, :], mask=keep & (latent < LATENT)[None, :], other=0.0)
-            turned = tl.load(row[:, None] + LATENT + rope[None, :], mask=keep & (rope < ROPE)[None, :], other=0.0)
-            rows, turned = rows.to(compute), turned.to(compute)
-            scores = tl.dot(q_latent, tl.trans(rows), input_precision="ieee")
-            scores = tl.dot(q_rope, tl.trans(turned), scores, input_precision="ieee")
-            scores = tl.where(seen[None, :], scores * scale_log2, -float("inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))
-            weights = tl.exp2(scores - higher[:, None])
-            shrink = tl.exp2(top - higher)
-            total_weight = total_weight * shrink + tl.sum(weights, 1)
-            mixed = tl.dot(weights.to(compute), rows, mixed * shrink[:, None], input_precision="ieee")
-            top = higher
+        whole = tl.minimum(stop - begin, context // TILE)
+        for step in tl.range(tile - begin, whole, num_stages=STAGES):
+            block = _blocks_of(table, step, context, BLOCK_SIZE, TILE)
+            top, total_weight, mixed = _fold(
+                q_latent, q_rope, pool, block, step, context, top, total_weight, mixed, scale_log2,
+                BLOCK_STRIDE, ROW_STRIDE, LATENT, ROPE, LATENT_PAD, ROPE_PAD, BLOCK_SIZE, TILE, False, WIDE,
+            )  # fmt: skip
+        for step in tl.range(tl.maximum(whole, tile - begin), stop - begin, num_stages=1):  # at most one
+            block = _blocks_of(table, step, context, BLOCK_SIZE, TILE)
+            top, total_weight, mixed = _fold(
+                q_latent, q_rope, pool, block, step, context, top, total_weight, mixed, scale_log2,
+                BLOCK_STRIDE, ROW_STRIDE, LATENT, ROPE, LATENT_PAD, ROPE_PAD, BLOCK_SIZE, TILE, True, WIDE,
+            )  # fmt: skip
         mixed = mixed / total_weight[:, None]
-        keep_out = lives & (latent < LATENT)[None, :]
+        keep = lives & (latent < LATENT)[None, :]
         if (tile == begin) & (stop == end):
             target = out + (seq.to(tl.int64) * heads + head[:, None]) * LATENT + latent[None, :]
-            tl.store(target, mixed.to(out.dtype.element_ty), mask=keep_out)
+            tl.store(target, mixed.to(out.dtype.element_ty), mask=keep)
         else:
             part = (worker * 2 + (tile == begin).to(tl.int32)).to(tl.int64) * heads + head
-            tl.store(parts + part[:, None] * LATENT + latent[None, :], mixed, mask=keep_out)
+            tl.store(parts + part[:, None] * LATENT + latent[None, :], mixed, mask=keep)
             tl.store(part_lse + part, top + tl.log2(total_weight), mask=head < heads)
         tile = stop
         seq += 1
@@ -190,10 +235,10 @@ class TritonDecode:
         rope = self.row_dim - self.latent_dim
         _attend[(-(-self.heads // block), workers)](
             q, pool, plan.tables, plan.lens, plan.ends, made, self.parts, self.part_lse,
-            self.scale * LOG2E, batch, self.heads, q.stride(0), q.stride(1), pool.stride(0), pool.stride(1),
-            plan.tables.stride(0), **widths, ROPE=rope, ROPE_PAD=max(16, triton.next_power_of_2(rope)),
+            self.scale * LOG2E, batch, self.heads, q.stride(0), q.stride(1),
+            plan.tables.stride(0), BLOCK_STRIDE=pool.stride(0), ROW_STRIDE=pool.stride(1), **widths, ROPE=rope, ROPE_PAD=max(16, triton.next_power_of_2(rope)),
             BLOCK_SIZE=self.block_size, HEADS=block, TILE=tile, BATCH=triton.next_power_of_2(batch),
-            WIDE=self.wide, num_warps=warps, num_stages=stages,
+            WIDE=self.wide, STAGES=stages, num_warps=warps,
         )  # fmt: skip
         merged = min(8, triton.next_power_of_2(self.heads))
         _merge[(batch, -(-self.heads // merged))](
