@@ -16,11 +16,11 @@ Source: multiply-add hashing as in Dietzfelbinger 1996; weights are Steele, Lea 
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import torch
 
 from kernels.select import Backend, choose
+from kernels.triton_support import jit, needs_triton, tl, triton
 
 ADDEND = 1 << 32
 COLUMN_SEED = 0x5DEECE66D
@@ -47,62 +47,49 @@ def _torch(pool_layer: torch.Tensor, slots: torch.Tensor, first_position: int) -
     return (by_column * columns).sum() + ADDEND * positions.sum() * columns.sum()
 
 
-def _triton(pool_layer: torch.Tensor, slots: torch.Tensor, first_position: int) -> torch.Tensor:
-    """Never run on a GPU yet; equal to the reference through Triton's interpreter."""
-    import triton
+@jit
+def _kernel(
+    words, slots, positions, columns, total, addend, num_rows, num_words,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """One program sums ROWS rows, COLUMNS words at a time. A product of 32 and 64 bits is two multiply-adds: the weight is
+    low + 2**32 * high with a signed low half, and of high's product only 32 bits count."""
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    slot = tl.load(slots + row, mask=row < num_rows, other=0)
+    position = tl.load(positions + row, mask=row < num_rows, other=0)  # padding has weight 0
+    at = words + slot[:, None] * num_words + column[None, :]
+    low_sum = tl.zeros((ROWS, COLUMNS), tl.int64)
+    high_sum = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for piece in range(PIECES):
+        valid = piece * COLUMNS + column < num_words
+        weight = tl.load(columns + piece * COLUMNS + column, mask=valid, other=0)
+        low = weight.to(tl.int32)
+        high = ((weight - low.to(tl.int64)) >> 32).to(tl.int32)
+        word = tl.load(at + piece * COLUMNS, mask=(row < num_rows)[:, None] & valid[None, :], other=0).to(tl.int32)
+        low_sum += word.to(tl.int64) * low.to(tl.int64)[None, :]
+        high_sum += word * high[None, :]
+    by_row = tl.sum(low_sum + (high_sum.to(tl.int64) << 32), 1) + addend
+    tl.atomic_add(total, tl.sum(by_row * position, 0), sem="relaxed")
 
+
+def _triton(
+    pool_layer: torch.Tensor, slots: torch.Tensor, first_position: int, rows: int = 64, num_warps: int = 4
+) -> torch.Tensor:
     words = _words(pool_layer)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    rows_per_program = 16
-    grid = (triton.cdiv(len(slots), rows_per_program),)
-    if grid[0]:
-        _kernel()[grid](
-            words,
-            slots,
-            position_weights(first_position, len(slots), words.device),
-            _column_weights(words.shape[1], words.device),
-            total,
-            len(slots),
-            words.shape[1],
-            ADDEND,
-            ROWS=rows_per_program,
-            WORDS=triton.next_power_of_2(words.shape[1]),
-        )
+    num_words, device = words.shape[1], words.device
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    if len(slots):
+        columns = max(16, min(64, num_words & -num_words))
+        _kernel[(triton.cdiv(len(slots), rows),)](
+            words, slots, position_weights(first_position, len(slots), device), _column_weights(num_words, device), total,
+            _addend_of_a_row(num_words), len(slots), num_words,
+            rows, columns, triton.cdiv(num_words, columns), num_warps=num_warps,
+        )  # fmt: skip
     return total
 
 
-@functools.cache
-def _kernel():
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def kernel(
-        words, slots, positions, columns, total, num_rows, num_words, addend, ROWS: tl.constexpr, WORDS: tl.constexpr
-    ):
-        i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        j = tl.arange(0, WORDS)
-        here = (i < num_rows)[:, None] & (j < num_words)[None, :]
-        slot = tl.load(slots + i, mask=i < num_rows, other=0)
-        position = tl.load(positions + i, mask=i < num_rows, other=0)
-        column = tl.load(columns + j, mask=j < num_words, other=0)
-        word = tl.load(words + slot[:, None] * num_words + j[None, :], mask=here, other=0).to(tl.int64)
-        terms = (word + addend) * position[:, None] * column[None, :]  # padding has weight 0
-        tl.atomic_add(total, tl.sum(tl.sum(terms, 1), 0))
-
-    return kernel
-
-
-def _needs_triton(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return "needs a CUDA device"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    return None
-
-
 BACKENDS = (
-    Backend("triton", _triton, why_not=_needs_triton),
+    Backend("triton", _triton, why_not=needs_triton),
     Backend("torch", _torch),
     Backend("reference", reference),
 )
@@ -134,6 +121,12 @@ def _position_table(size: int, device: torch.device) -> torch.Tensor:
 @functools.lru_cache(maxsize=32)
 def _column_weights(count: int, device: torch.device) -> torch.Tensor:
     return _mix_all(COLUMN_SEED + torch.arange(count, dtype=torch.int64)).to(device)
+
+
+@functools.lru_cache(maxsize=32)
+def _addend_of_a_row(count: int) -> int:
+    """What ADDEND contributes to a row of `count` words before its position's weight, as a signed 64-bit value."""
+    return _signed(ADDEND * sum(_odd_mix(COLUMN_SEED + column) for column in range(count)))
 
 
 def _words(pool_layer: torch.Tensor) -> torch.Tensor:

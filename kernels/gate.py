@@ -90,41 +90,44 @@ def _sigmoid(logits):
 
 
 @jit
+def _best_two(best, second, other_best, other_second):
+    return tl.maximum(best, other_best), tl.maximum(tl.minimum(best, other_best), tl.maximum(second, other_second))
+
+
+@jit
 def _kernel(
     logits, row_stride, bias, weights, ids, num_tokens, n_group, size, factor,
     KEPT: tl.constexpr, TOP_K: tl.constexpr, NORM: tl.constexpr,
     TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS rows a program, seen as [SIZE, TOKENS * GROUPS]: a thread owns a group, so most maxima need no exchange."""
-    lane, member = tl.arange(0, TOKENS * GROUPS), tl.arange(0, SIZE)
-    token, group = tl.program_id(0) * TOKENS + lane // GROUPS, lane % GROUPS
-    expert = group[None, :] * size + member[:, None]
-    valid = ((group < n_group) & (token < num_tokens))[None, :] & (member < size)[:, None]
-    seen = tl.load(logits + token.to(tl.int64)[None, :] * row_stride + expert, mask=valid, other=0.0)
-    choice = _sigmoid(seen) + tl.load(bias + expert, mask=valid, other=0.0)
+    """TOKENS rows a program. Maxima are of integers in the order of the scores: a warp has an instruction for those."""
+    row = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    lane = tl.arange(0, GROUPS * SIZE)
+    group, member = lane // SIZE, lane % SIZE
+    expert, exists = group * size + member, (group < n_group) & (member < size)
+    here = (row < num_tokens)[:, None] & exists[None, :]
+    seen = tl.load(logits + row[:, None] * row_stride + expert[None, :], mask=here, other=0.0)
+    choice = _sigmoid(seen) + tl.load(bias + expert, mask=exists, other=0.0)[None, :]
     choice = tl.where(choice == choice, choice, -1e30)
-    choice = tl.where((group < n_group)[None, :] & (member < size)[:, None], choice, float("-inf"))
+    bits = choice.to(tl.int32, bitcast=True)
+    key = tl.where(exists[None, :], tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -0x80000000)
     if KEPT < GROUPS:
-        best, place = tl.max(choice, 0, return_indices=True)
-        if SIZE > 1:
-            best += tl.max(tl.where(member[:, None] == place[None, :], float("-inf"), choice), 0)
-        score, index = tl.reshape(best, (TOKENS, GROUPS)), tl.arange(0, GROUPS)
+        grouped = tl.reshape(tl.where(exists[None, :], choice, float("-inf")), (TOKENS, GROUPS, SIZE))
+        best, second = tl.reduce((grouped, tl.full(grouped.shape, float("-inf"), tl.float32)), 2, _best_two)
+        score = best + second if SIZE > 1 else best
+        index = tl.arange(0, GROUPS)
         one, other = score[:, :, None], score[:, None, :]
         better = (other > one) | ((other == one) & (index[None, None, :] < index[None, :, None]))
-        rank = tl.reshape(tl.sum(better.to(tl.int32), 2), (TOKENS * GROUPS,))
-        choice = tl.where((rank < KEPT)[None, :], choice, float("-inf"))
+        kept = tl.sum(better.to(tl.int32), 2) < KEPT
+        kept = tl.reshape(tl.broadcast_to(kept[:, :, None], (TOKENS, GROUPS, SIZE)), (TOKENS, GROUPS * SIZE))
+        key = tl.where(kept, key, -0x80000000)
     column = tl.arange(0, CHOICES)
     chosen = tl.zeros((TOKENS, CHOICES), tl.int32)
     for k in tl.static_range(TOP_K):
-        best, place = tl.max(choice, 0, return_indices=True)
-        by_group = tl.reshape(best, (TOKENS, GROUPS))
-        its_expert = tl.reshape(group * size + place, (TOKENS, GROUPS))
-        top = tl.max(by_group, 1)
-        winner = tl.min(tl.where(by_group == top[:, None], its_expert, 1 << 30), 1)
+        top = tl.max(key, 1)
+        winner = tl.min(tl.where(key == top[:, None], expert[None, :], 1 << 30), 1)
         chosen = tl.where((column == k)[None, :], winner[:, None], chosen)
-        taken = tl.reshape(tl.broadcast_to(winner[:, None], (TOKENS, GROUPS)), (TOKENS * GROUPS,))
-        choice = tl.where(expert == taken[None, :], float("-inf"), choice)
-    row = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+        key = tl.where(expert[None, :] == winner[:, None], -0x80000000, key)
     here = (row < num_tokens)[:, None] & (column < TOP_K)[None, :]
     weight = _sigmoid(tl.load(logits + row[:, None] * row_stride + chosen, mask=here, other=0.0))
     weight = tl.where((column < TOP_K)[None, :], weight, 0.0)
@@ -136,7 +139,7 @@ def _kernel(
 
 
 def _triton(
-    logits: torch.Tensor, bias: torch.Tensor, limits: Limits, lanes: int = 32, num_warps: int = 1
+    logits: torch.Tensor, bias: torch.Tensor, limits: Limits, per_program: int = 4, num_warps: int = 4
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, experts = logits.shape
     top_k, size = limits.num_experts_per_tok, experts // limits.n_group
@@ -145,7 +148,6 @@ def _triton(
     weights = torch.empty(tokens, top_k, device=logits.device)
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     groups = triton.next_power_of_2(limits.n_group)
-    per_program = max(1, lanes // groups)
     if tokens:
         _kernel[(triton.cdiv(tokens, per_program),)](
             logits, logits.stride(0), bias, weights, ids, tokens, limits.n_group, size, limits.routed_scaling_factor,

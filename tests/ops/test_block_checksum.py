@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.block_checksum import _needs_triton, _torch, _triton, checksum, position_weights, reference
+from kernels.block_checksum import _torch, _triton, checksum, position_weights, reference
 from kernels.select import choose
+from kernels.triton_support import needs_triton
 
 BLOCK_SIZE = 4
 CPU = torch.device("cpu")
@@ -52,7 +53,7 @@ def test_triton_agrees_with_the_reference_through_its_interpreter(case):
 
 
 @pytest.mark.skipif(
-    _needs_triton(torch.device("cuda")) is not None or not torch.cuda.is_available(), reason="needs a GPU"
+    needs_triton(torch.device("cuda")) is not None or not torch.cuda.is_available(), reason="needs a GPU"
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_value_is_the_same_on_a_gpu(dtype):
