@@ -76,7 +76,7 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
 __device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, int block) {
     asm volatile(
         "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(shared_address(barrier)),
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(shared_address(barrier)),
         "r"(block)
         : "memory");
 }
@@ -121,15 +121,24 @@ __device__ __forceinline__ void cluster_sync() {
 
 // ---- wgmma ----
 
-// 128-byte swizzle, lines of 128 bytes along k, eight lines (1024 bytes) to the next group.
-__device__ __forceinline__ uint64_t descriptor(const void* tile) {
-    uint64_t address = shared_address(tile);
-    return ((address & 0x3FFFF) >> 4) | (uint64_t(1) << 16) | (uint64_t(1024 >> 4) << 32) | (uint64_t(1) << 62);
+// Where a tile starts, in units of 16 bytes, with the fields that all tiles here share: 128-byte swizzle, lines of 128 bytes
+// along k, eight lines (1024 bytes) to the next group. Bytes further on are sixteenths more in the lower word.
+__device__ __forceinline__ uint32_t place(const void* tile) { return ((shared_address(tile) & 0x3FFFF) >> 4) | (1 << 16); }
+
+__device__ __forceinline__ uint64_t descriptor(uint32_t place) {
+    return (uint64_t((1u << 30) | (1024 >> 4)) << 32) | place;
 }
 
 __device__ __forceinline__ void products_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+// Nothing may read `d` before the products are done: the empty statements tie its registers to this place.
+template <int R>
+__device__ __forceinline__ void products_wait(float (&d)[R]) {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < R; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
 
 #define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(i) F4(i), F4(i + 4), F4(i + 8), F4(i + 12)
@@ -158,10 +167,10 @@ __device__ __forceinline__ void multiply(float (&d)[32], uint64_t a, uint64_t b,
 
 // The sum over one stage's 128 of k into `d`.
 template <int R>
-__device__ __forceinline__ void multiply_stage(float (&d)[R], uint64_t a, uint64_t b) {
+__device__ __forceinline__ void multiply_stage(float (&d)[R], uint32_t a, uint32_t b) {
     products_fence();
 #pragma unroll
-    for (int part = 0; part < 4; ++part) multiply(d, a + 2 * part, b + 2 * part, part != 0);
+    for (int part = 0; part < 4; ++part) multiply(d, descriptor(a + 2 * part), descriptor(b + 2 * part), part != 0);
     products_commit();
 }
 
@@ -324,7 +333,8 @@ __device__ void consume(char* ring, char* staging, Tables& tables, const Problem
     int scale_columns = (problem.n + 127) / 128;
     char* own = staging + (group * 4 + warp) * 16 * N * 2;
     int stage = 0, expert = 0;
-    uint32_t parity = 0;
+    uint32_t parity = 0, ring_place = place(ring);
+    asm volatile("" : "+r"(ring_place));  // else the compiler works it out anew at every step
     if (kTurns && group == 1) turn_give(0);
     for (int t = blockIdx.x / kCluster; t < tables.first_tile[problem.experts]; t += gridDim.x / kCluster) {
         Tile tile = locate(t, expert, tables, problem, N * kCluster, column_tiles);
@@ -344,9 +354,8 @@ __device__ void consume(char* ring, char* staging, Tables& tables, const Problem
         for (int step = 0; step < steps; ++step) {
             float part[kSums];
             float u0 = s0 * sw, u1 = s1 * sw, u2 = s2 * sw, u3 = s3 * sw;
-            const char* w_tile = ring + stage * stage_bytes;
-            const char* x_tile = w_tile + N * kStep + group * kSlabBytes;
-            uint64_t w_descriptor = descriptor(w_tile);
+            uint32_t w_tile = ring_place + ((stage * stage_bytes) >> 4);
+            uint32_t x_tile = w_tile + ((N * kStep + group * kSlabBytes) >> 4);
             barrier_wait(&tables.full[stage], parity);
             if (step + 1 < steps) {
                 long long next = (step + 1) * problem.x_scale_step;
@@ -355,9 +364,9 @@ __device__ void consume(char* ring, char* staging, Tables& tables, const Problem
             }
             if (first) {
                 if (turns) turn_wait(group);
-                multiply_stage(part, descriptor(x_tile), w_descriptor);
+                multiply_stage(part, x_tile, w_tile);
                 if (turns) turn_give(group ^ 1);
-                products_wait();
+                products_wait(part);
                 if (!second) release<kCluster>(&tables.empty[stage], lane);
                 add_scaled(sums[0], part, u0, u1);
             } else {
@@ -365,9 +374,9 @@ __device__ void consume(char* ring, char* staging, Tables& tables, const Problem
             }
             if (second) {
                 if (turns) turn_wait(group);
-                multiply_stage(part, descriptor(x_tile + 2 * kSlabBytes), w_descriptor);
+                multiply_stage(part, x_tile + (2 * kSlabBytes >> 4), w_tile);
                 if (turns) turn_give(group ^ 1);
-                products_wait();
+                products_wait(part);
                 release<kCluster>(&tables.empty[stage], lane);
                 add_scaled(sums[1], part, u2, u3);
             }
