@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from headrace.parallel.experts import LocalReceipt, Sent
+from kernels import grouped_linear
 from kernels.expert_dispatch import DevicePlan
 from kernels.fp8 import Fp8Rows
 
@@ -58,7 +59,7 @@ class DrawnExchange:
 
     def _drawn(self, tokens: int) -> _Routing:
         sources, experts = self._arrivals(tokens)
-        multiple = self.kernels.row_multiple(-(-len(sources) // self.num_local))
+        multiple = grouped_linear.row_multiple_for(-(-len(sources) // self.num_local))
         counts = torch.bincount(experts, minlength=self.num_local)
         padded = (counts + multiple - 1) // multiple * multiple
         ends = padded.cumsum(0)

@@ -11,6 +11,7 @@ from bench.kernels.harness import Ceilings, relative_error, sets_for
 from bench.roofline import Op, Share, step_ops, total_us
 from headrace.model.gpu_kernels import GpuKernels
 from headrace.model.random_weights import published_config
+from kernels import grouped_linear
 
 CEILINGS = Ceilings(copy_gb_s=4000.0, bf16_tflops=800.0, fp8_tflops=1000.0)
 
@@ -66,7 +67,7 @@ def test_drawn_rows_arrive_as_thirty_two_ranks_would_send_them():
     sent = exchange.dispatch(h, weights, ids)
     routing = exchange._routing(tokens)
     assert int(routing.plan.counts.sum()) == arrived
-    multiple = kernels.row_multiple(-(-arrived // 8))
+    multiple = grouped_linear.row_multiple_for(-(-arrived // 8))
     assert all(int(start) % multiple == 0 for start in sent.starts) and len(sent.starts) == 9
     real = routing.plan.tokens >= 0
     assert int(real.sum()) == arrived
