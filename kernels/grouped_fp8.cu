@@ -189,6 +189,28 @@ __device__ __forceinline__ void add_scaled(float (&sum)[R], const float (&part)[
 __device__ __forceinline__ void turn_wait(int group) { asm volatile("bar.sync %0, 256;" ::"r"(2 + group) : "memory"); }
 __device__ __forceinline__ void turn_give(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 + group) : "memory"); }
 
+// The same warp of both warpgroups.
+__device__ __forceinline__ void pair_sync(int warp) { asm volatile("bar.sync %0, 64;" ::"r"(4 + warp) : "memory"); }
+
+// Adds the second warpgroup's sums to the first's, thread by thread, through the pair's two pieces of `staging`.
+template <int N>
+__device__ __forceinline__ void add_other_group(float (&sum)[N / 2], char* staging, int group, int warp, int lane) {
+    constexpr int kPiece = 16 * N * 2;   // bytes of one warp
+    float* upper = reinterpret_cast<float*>(staging + warp * kPiece) + lane;
+    float* lower = reinterpret_cast<float*>(staging + (4 + warp) * kPiece) + lane;
+    pair_sync(warp);                     // nobody stores rows from there any more
+    if (group == 1) {
+#pragma unroll
+        for (int i = 0; i < N / 4; ++i) upper[32 * i] = sum[i], lower[32 * i] = sum[N / 4 + i];
+    }
+    pair_sync(warp);
+    if (group == 0) {
+#pragma unroll
+        for (int i = 0; i < N / 4; ++i) sum[i] += upper[32 * i], sum[N / 4 + i] += lower[32 * i];
+    }
+    pair_sync(warp);
+}
+
 // ---- tiles ----
 
 // Row tiles of an expert with so many rows, and slabs of each.
@@ -340,10 +362,12 @@ __device__ void consume(char* ring, char* staging, Tables& tables, const Problem
         Tile tile = locate(t, expert, tables, problem, N * kCluster, column_tiles);
         tile.column += rank * N;             // may lie past n where the cluster's other block does not
         int slabs = (tile.row_end - tile.row + kSlab - 1) / kSlab;
-        bool first = group < slabs, second = group + 2 < slabs, turns = kTurns && slabs == kMaxSlabs;
+        bool alone = slabs == 1;             // then the groups take every second step of the same rows
+        bool first = alone || group < slabs, second = group + 2 < slabs, turns = kTurns && slabs == kMaxSlabs;
+        int own_slab = alone ? 0 : group;
         const float* w_scale =
             problem.w_scale + (long long)(tile.expert * scale_columns + min(tile.column / 128, scale_columns - 1)) * steps;
-        int row = tile.row + group * kSlab + warp * 16 + lane / 4, last = tile.row_end - 1;
+        int row = tile.row + own_slab * kSlab + warp * 16 + lane / 4, last = tile.row_end - 1;
         const float* x_scale = problem.x_scale + tile.expert * problem.x_scale_expert;
         const float *p0 = x_scale + min(row, last), *p1 = x_scale + min(row + 8, last);
         const float *p2 = x_scale + min(row + 128, last), *p3 = x_scale + min(row + 136, last);
@@ -355,14 +379,14 @@ __device__ void consume(char* ring, char* staging, Tables& tables, const Problem
             float part[kSums];
             float u0 = s0 * sw, u1 = s1 * sw, u2 = s2 * sw, u3 = s3 * sw;
             uint32_t w_tile = ring_place + ((stage * stage_bytes) >> 4);
-            uint32_t x_tile = w_tile + ((N * kStep + group * kSlabBytes) >> 4);
+            uint32_t x_tile = w_tile + ((N * kStep + own_slab * kSlabBytes) >> 4);
             barrier_wait(&tables.full[stage], parity);
             if (step + 1 < steps) {
                 long long next = (step + 1) * problem.x_scale_step;
                 s0 = __ldg(p0 + next), s1 = __ldg(p1 + next), s2 = __ldg(p2 + next), s3 = __ldg(p3 + next);
                 sw = __ldg(w_scale + step + 1);
             }
-            if (first) {
+            if (first && !(alone && (step & 1) != group)) {
                 if (turns) turn_wait(group);
                 multiply_stage(part, x_tile, w_tile);
                 if (turns) turn_give(group ^ 1);
@@ -382,8 +406,9 @@ __device__ void consume(char* ring, char* staging, Tables& tables, const Problem
             }
             if (++stage == stages) stage = 0, parity ^= 1;
         }
-        int store_row = tile.row + group * kSlab + warp * 16;
-        if (first) store_slab<N>(sums[0], own, problem, store_row, tile.row_end, tile.column, lane);
+        int store_row = tile.row + own_slab * kSlab + warp * 16;
+        if (alone) add_other_group<N>(sums[0], staging, group, warp, lane);
+        if (first && !(alone && group == 1)) store_slab<N>(sums[0], own, problem, store_row, tile.row_end, tile.column, lane);
         if (second) store_slab<N>(sums[1], own, problem, store_row + 128, tile.row_end, tile.column, lane);
     }
 }
