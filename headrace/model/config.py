@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import CheckpointError
+from headrace.model import quantisation
+from headrace.model.quantisation import Quantisation
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM",)
 
@@ -67,24 +69,24 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_id: int | tuple[int, ...] | None
     pad_token_id: int | None
-    fp8_block: tuple[int, int] | None  # quantization_config.weight_block_size of a DeepSeek FP8 checkpoint
+    quantisation: Quantisation | None  # from quantization_config, or hf_quant_config.json beside config.json
 
     @classmethod
     def load(cls, directory: str | Path) -> ModelConfig:
-        """Read `directory/config.json`. Raises CheckpointError naming every field that cannot be served."""
+        """Read `directory/config.json`, and ModelOpt's hf_quant_config.json where there is one.
+
+        Raises CheckpointError naming every field that cannot be served.
+        """
         path = Path(directory) / "config.json"
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}") from error
-        if not isinstance(raw, dict):
-            raise CheckpointError(f"{path}: is not a JSON object")
-        return cls.from_dict(raw, where=str(path))
+        beside = path.with_name("hf_quant_config.json")
+        return cls.from_dict(_object(path), where=str(path), beside=_object(beside) if beside.exists() else None)
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], *, where: str = "config") -> ModelConfig:
+    def from_dict(
+        cls, raw: Mapping[str, Any], *, where: str = "config", beside: Mapping[str, Any] | None = None
+    ) -> ModelConfig:
         """Check and convert a parsed config.json. Raises CheckpointError naming every field that cannot be served."""
-        reader = _Reader(raw)
+        reader = _Reader(raw, beside)
         config = reader.read()
         if reader.problems:
             raise CheckpointError(f"{where}: " + "; ".join(reader.problems))
@@ -117,6 +119,16 @@ class ModelConfig:
     def is_moe_layer(self, layer: int) -> bool:
         """Whether `layer` (MTP layers count on from num_hidden_layers) holds experts."""
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: is not a JSON object")
+    return raw
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -157,8 +169,8 @@ _ONLY = {
 class _Reader:
     """Reads one config.json and collects what is wrong with it instead of stopping at the first problem."""
 
-    def __init__(self, raw: Mapping[str, Any]):
-        self.raw = raw
+    def __init__(self, raw: Mapping[str, Any], beside: Mapping[str, Any] | None = None):
+        self.raw, self.beside = raw, beside
         self.problems: list[str] = []
 
     def read(self) -> ModelConfig | None:
@@ -172,7 +184,7 @@ class _Reader:
             values[name] = self._integer(name, least=0)
         values["q_lora_rank"] = None if self.raw.get("q_lora_rank") is None else self._integer("q_lora_rank", least=1)
         values.update(self._floats(), **self._flags(), **self._tokens(), **self._rope())
-        values["fp8_block"] = self._quantisation()
+        values["quantisation"] = self._quantisation()
         if not self.problems:
             self._check_together(values)
         if self.problems:
@@ -262,16 +274,12 @@ class _Reader:
         self._refuse(name, "yarn needs a positive factor and original_max_position_embeddings")
         return None
 
-    def _quantisation(self) -> tuple[int, int] | None:
-        quantisation = self.raw.get("quantization_config")
-        if not quantisation:
+    def _quantisation(self) -> Quantisation | None:
+        try:
+            return quantisation.read(self.raw, self.beside)
+        except ValueError as error:
+            self._refuse("quantization_config", str(error))
             return None
-        block = quantisation.get("weight_block_size") if isinstance(quantisation, dict) else None
-        fp8 = isinstance(quantisation, dict) and quantisation.get("quant_method") == "fp8"
-        if not fp8 or quantisation.get("fmt", "e4m3") != "e4m3" or block is None or len(block) != 2:
-            self._refuse("quantization_config", "only DeepSeek's fp8 e4m3 with weight_block_size is supported")
-            return None
-        return int(block[0]), int(block[1])
 
     def _check_together(self, values: Mapping[str, Any]) -> None:
         experts, groups = values["n_routed_experts"], values["n_group"]

@@ -44,6 +44,8 @@ class ForwardBatch:
     context_lens   num_seqs integers               rows a sequence attends to, its new tokens (the last ones) included;
                                                    earlier rows are in the pool already
     logit_indices  [num_logits] int64              tokens whose hidden state goes through the head
+    last_token_logits                              the host's word that these are each sequence's last token, in order:
+                                                   then a GPU's last layer computes no others
     """
 
     token_ids: torch.Tensor
@@ -53,6 +55,7 @@ class ForwardBatch:
     query_starts: Sequence[int]
     context_lens: Sequence[int]
     logit_indices: torch.Tensor
+    last_token_logits: bool = False
 
     @property
     def query_lens(self) -> list[int]:

@@ -1,205 +1,31 @@
-"""From a Hugging Face directory to a Transformer: the one table of checkpoint names, and what is done to the bytes.
+"""From a Hugging Face directory to a model on a device: `load_transformer`, and the CPU model's builder.
 
-Takes bf16, fp16 or fp32 tensors and DeepSeek's FP8 (e4m3 with 128 x 128 `weight_scale_inv`), in one file or sharded.
-Every tensor that is missing, extra or misshapen is named, all in one CheckpointError, before any weight is read.
+`checkpoint.py` reads and checks the files, `gpu_builder.py` builds the model of accelerators.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 
-from headrace.errors import CheckpointError
+from headrace.errors import ConfigError
+from headrace.model import precision
+from headrace.model.checkpoint import Checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.deepseek import Attention, Block, DenseFfn, Kernels, MoE, Transformer
-from kernels import fp8_linear, gate
-from kernels.select import choose
+from headrace.model.weight_names import expected_mtp_tensors, expected_tensors
+from kernels import gate
 
-MAX_PROBLEMS_NAMED = 50
-FLOATS = {"F32", "F16", "BF16"}
-FP8 = "F8_E4M3"
-SCALE = "_scale_inv"
+if TYPE_CHECKING:
+    from headrace.model.deepseek_gpu import GpuTransformer
 
+__all__ = ["choose_dtype", "expected_mtp_tensors", "expected_tensors", "load_transformer"]
 
-@dataclass(frozen=True)
-class Wanted:
-    """A tensor the checkpoint should hold. `quantisable`: may be FP8. `optional`: a copy we can do without."""
-
-    shape: tuple[int, ...]
-    quantisable: bool = False
-    optional: bool = False
-
-
-def expected_tensors(config: ModelConfig) -> dict[str, Wanted]:
-    """Every tensor name of this architecture without its MTP layers, by checkpoint name."""
-    table = {
-        "model.embed_tokens.weight": Wanted((config.vocab_size, config.hidden_size)),
-        "model.norm.weight": Wanted((config.hidden_size,)),
-        "lm_head.weight": Wanted((config.vocab_size, config.hidden_size), optional=config.tie_word_embeddings),
-    }
-    for layer in range(config.num_hidden_layers):
-        table.update(_layer_tensors(config, layer))
-    return table
-
-
-def expected_mtp_tensors(config: ModelConfig) -> dict[str, Wanted]:
-    """The next-token layers: one decoder layer each, its norms, its projection, and optional embedding copies."""
-    hidden, table = config.hidden_size, {}
-    for layer in range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers):
-        table.update(_layer_tensors(config, layer))
-        copy = Wanted((config.vocab_size, hidden), optional=True)
-        own = {
-            "enorm.weight": Wanted((hidden,)),
-            "hnorm.weight": Wanted((hidden,)),
-            "eh_proj.weight": Wanted((hidden, 2 * hidden)),
-            "shared_head.norm.weight": Wanted((hidden,)),
-            "shared_head.head.weight": copy,
-            "embed_tokens.weight": copy,
-        }
-        table.update({f"model.layers.{layer}.{name}": wanted for name, wanted in own.items()})
-    return table
-
-
-def _layer_tensors(config: ModelConfig, layer: int) -> dict[str, Wanted]:
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    q_rows = heads * config.qk_head_dim
-    table = {
-        "input_layernorm.weight": Wanted((hidden,)),
-        "post_attention_layernorm.weight": Wanted((hidden,)),
-        "self_attn.kv_a_proj_with_mqa.weight": Wanted((config.row_dim, hidden), True),
-        "self_attn.kv_a_layernorm.weight": Wanted((config.kv_lora_rank,)),
-        "self_attn.kv_b_proj.weight": Wanted(
-            (heads * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank), True
-        ),
-        "self_attn.o_proj.weight": Wanted((hidden, heads * config.v_head_dim), True),
-    }
-    if config.q_lora_rank is None:
-        table["self_attn.q_proj.weight"] = Wanted((q_rows, hidden), True)
-    else:
-        table["self_attn.q_a_proj.weight"] = Wanted((config.q_lora_rank, hidden), True)
-        table["self_attn.q_a_layernorm.weight"] = Wanted((config.q_lora_rank,))
-        table["self_attn.q_b_proj.weight"] = Wanted((q_rows, config.q_lora_rank), True)
-    if not config.is_moe_layer(layer):
-        table.update(_ffn_tensors("mlp", hidden, config.intermediate_size))
-    else:
-        table["mlp.gate.weight"] = Wanted((config.n_routed_experts, hidden))
-        table["mlp.gate.e_score_correction_bias"] = Wanted((config.n_routed_experts,))
-        for expert in range(config.n_routed_experts):
-            table.update(_ffn_tensors(f"mlp.experts.{expert}", hidden, config.moe_intermediate_size))
-        if config.n_shared_experts:
-            inner = config.moe_intermediate_size * config.n_shared_experts
-            table.update(_ffn_tensors("mlp.shared_experts", hidden, inner))
-    return {f"model.layers.{layer}.{name}": wanted for name, wanted in table.items()}
-
-
-def _ffn_tensors(prefix: str, hidden: int, inner: int) -> dict[str, Wanted]:
-    return {
-        f"{prefix}.gate_proj.weight": Wanted((inner, hidden), True),
-        f"{prefix}.up_proj.weight": Wanted((inner, hidden), True),
-        f"{prefix}.down_proj.weight": Wanted((hidden, inner), True),
-    }
-
-
-class Checkpoint:
-    """The safetensors files of a directory: which tensors there are, checked, and one at a time, dequantised."""
-
-    def __init__(self, directory: str | Path, config: ModelConfig):
-        self.directory, self.config = Path(directory), config
-        self._files = {path: _open(path) for path in self._paths()}
-        self._place = {name: path for path, file in self._files.items() for name in file.keys()}
-        self._dequantise = choose(fp8_linear.BACKENDS, torch.device("cpu"), op="kernels.fp8_linear").run
-        self._check()
-
-    def _paths(self) -> list[Path]:
-        index = self.directory / "model.safetensors.index.json"
-        if index.exists():
-            try:
-                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{index}: not a safetensors index: {error!r}") from error
-            missing = [name for name in names if not (self.directory / name).is_file()]
-            if missing:
-                raise CheckpointError(f"{index}: names files that are not there: {', '.join(missing)}")
-            return [self.directory / name for name in names]
-        paths = sorted(self.directory.glob("*.safetensors"))
-        if not paths:
-            raise CheckpointError(f"{self.directory}: holds no safetensors file")
-        return paths
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._place
-
-    def _slice(self, name: str):
-        return self._files[self._place[name]].get_slice(name)
-
-    def names(self) -> set[str]:
-        return set(self._place)
-
-    def raw(self, name: str) -> torch.Tensor:
-        """As it is on disk."""
-        return self._files[self._place[name]].get_tensor(name)
-
-    def get(self, name: str) -> torch.Tensor:
-        """The tensor's values; FP8 is dequantised to fp32."""
-        tensor = self.raw(name)
-        if tensor.dtype != torch.float8_e4m3fn:
-            return tensor
-        return self._dequantise(tensor, self.raw(name + SCALE), self._block())
-
-    def _block(self) -> tuple[int, int]:
-        return self.config.fp8_block or (128, 128)
-
-    def _check(self) -> None:
-        mtp = expected_mtp_tensors(self.config)
-        if not any(name in self for name in mtp):
-            mtp = {}
-        wanted = expected_tensors(self.config) | mtp
-        problems = list(self._problems(wanted))
-        if problems:
-            more = len(problems) - MAX_PROBLEMS_NAMED
-            tail = [f"and {more} more"] if more > 0 else []
-            raise CheckpointError(f"{self.directory}: " + "; ".join(problems[:MAX_PROBLEMS_NAMED] + tail))
-
-    def _problems(self, wanted: dict[str, Wanted]) -> Iterator[str]:
-        scales = set()
-        for name, want in wanted.items():
-            if name not in self:
-                if not want.optional:
-                    yield f"missing {name}"
-                continue
-            view = self._slice(name)
-            shape, dtype = tuple(view.get_shape()), view.get_dtype()
-            if shape != want.shape:
-                yield f"{name} is {list(shape)}, expected {list(want.shape)}"
-            if dtype == FP8 and want.quantisable:
-                scales.add(name + SCALE)
-                yield from self._scale_problems(name, want.shape)
-            elif dtype not in FLOATS:
-                yield f"{name} has dtype {dtype}, expected bf16, fp16 or fp32{' or fp8' if want.quantisable else ''}"
-        for name in sorted(self.names() - set(wanted) - scales):
-            if not name.endswith("rotary_emb.inv_freq"):
-                yield f"extra {name}"
-
-    def _scale_problems(self, name: str, shape: tuple[int, ...]) -> Iterator[str]:
-        expected = [-(-side // block) for side, block in zip(shape, self._block(), strict=True)]
-        if name + SCALE not in self:
-            yield f"missing {name + SCALE}"
-        elif list(self._slice(name + SCALE).get_shape()) != expected:
-            yield f"{name + SCALE} is {list(self._slice(name + SCALE).get_shape())}, expected {expected}"
-
-
-def _open(path: Path):
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 def choose_dtype(device: torch.device, exact: bool) -> torch.dtype:
@@ -229,17 +55,65 @@ def load_transformer(
     exact: bool,
     dtype: torch.dtype | None = None,
     kernels: str | None = None,
-) -> Transformer:
-    """Load an HF-layout DeepSeek-V3 directory.
+    weight_dtype: str = "",
+    kv_dtype: str = "",
+) -> Transformer | GpuTransformer:
+    """Load an HF-layout DeepSeek-V3 directory: a GpuTransformer on a GPU, a Transformer on a CPU or in exact mode.
 
-    `dtype` is that of the matrix products (None: `choose_dtype`); exact mode is fp32 whatever is asked. `kernels`: "c"
-    (cpu.c) or "torch", None for the first that can run. Raises CheckpointError for a config or tensors that cannot be
-    served, BackendUnavailable for kernels that cannot run here.
+    `dtype` is that of the matrix products (None: `choose_dtype`); exact mode is fp32 whatever is asked, a GPU computes in
+    bf16 and in the weights' own formats. `kernels`: "c" (cpu.c) or "torch", None for the first that can run (not on a GPU).
+    `weight_dtype`: a recipe of `precision.RECIPES`, "" keeps what is on disk. `kv_dtype`: "fp32", "bf16", "fp8", or ""
+    for what the mode uses by itself. Raises CheckpointError for a config or tensors that cannot be served, ConfigError
+    for a format that this device or mode does not have, BackendUnavailable for kernels that cannot run here.
     """
-    config = ModelConfig.load(directory)
     device = torch.device(device)
+    on_gpu = device.type != "cpu" and not exact
+    refuse_formats(on_gpu, exact, weight_dtype, kv_dtype)
+    config = ModelConfig.load(directory)
+    checkpoint = Checkpoint(directory, config)
+    if on_gpu:
+        return load_gpu_transformer(checkpoint, device, weight_dtype, kv_dtype)
     dtype = torch.float32 if exact else dtype or choose_dtype(device, exact)
-    return _Builder(Checkpoint(directory, config), device, dtype, exact, kernels).transformer()
+    transformer = _Builder(checkpoint, device, dtype, exact, kernels).transformer()
+    if kv_dtype:
+        transformer.pool_dtype = KV_DTYPES[kv_dtype]
+    return transformer
+
+
+def refuse_formats(on_gpu: bool, exact: bool, weight_dtype: str, kv_dtype: str) -> None:
+    """Raises ConfigError where these formats do not exist."""
+    if weight_dtype and (not on_gpu or weight_dtype not in precision.RECIPES):
+        served = (
+            f"one of {', '.join(precision.RECIPES)}, or left open" if on_gpu else "left open on a CPU and in exact mode"
+        )
+        raise ConfigError(f"engine.weight_dtype = {weight_dtype!r} must be {served}", field="engine.weight_dtype")
+    formats = ("bf16", "fp8") if on_gpu else ("fp32",) if exact else ("fp32", "bf16")
+    if kv_dtype and kv_dtype not in formats:
+        where = "on a GPU" if on_gpu else "in exact mode" if exact else "on a CPU"
+        raise ConfigError(
+            f"engine.kv_dtype = {kv_dtype!r}: {where} it is one of {', '.join(formats)}", field="engine.kv_dtype"
+        )
+
+
+def load_gpu_transformer(
+    checkpoint: Checkpoint, device: torch.device, weight_dtype: str = "", kv_dtype: str = ""
+) -> GpuTransformer:
+    """The GPU model from an open checkpoint; on a CPU with reference kernels, for tests."""
+    from headrace.model.gpu_builder import CheckpointSource, GpuBuilder
+    from headrace.model.gpu_kernels import GpuKernels
+
+    source = CheckpointSource(checkpoint, device, weight_dtype)
+    builder = GpuBuilder(checkpoint.config, source, GpuKernels(device), pool_dtype=KV_DTYPES[kv_dtype or "bf16"])
+    return builder.transformer(mtp_tensors(checkpoint))
+
+
+def mtp_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """The tensors of the next-token layers, by name, as they are on disk."""
+    config = checkpoint.config
+    first = config.num_hidden_layers
+    prefixes = tuple(f"model.layers.{first + i}." for i in range(config.num_nextn_predict_layers))
+    names = sorted(name for name in checkpoint.names() if prefixes and name.startswith(prefixes))
+    return {name: checkpoint.raw(name) for name in names}
 
 
 class _Builder:
@@ -270,13 +144,8 @@ class _Builder:
             norm=self.get("model.norm.weight"),
             head=self.prepare(embedding if tied else self.get("lm_head.weight")),
             precision=self.precision(),
-            mtp_tensors={name: self.checkpoint.raw(name) for name in self._mtp_names()},
+            mtp_tensors=mtp_tensors(self.checkpoint),
         )
-
-    def _mtp_names(self) -> list[str]:
-        first = self.config.num_hidden_layers
-        prefixes = tuple(f"model.layers.{first + i}." for i in range(self.config.num_nextn_predict_layers))
-        return sorted(name for name in self.checkpoint.names() if prefixes and name.startswith(prefixes))
 
     def block(self, layer: int) -> Block:
         prefix = f"model.layers.{layer}."
@@ -336,7 +205,7 @@ class _Builder:
         return gate_up, down
 
     def precision(self) -> list[tuple[str, str]]:
-        stored = "fp8 128x128 on disk, " if self.config.fp8_block else ""
+        stored = f"{self.config.quantisation} on disk, " if self.config.quantisation else ""
         packed = " (weights kept in bf16 where exact)" if self.kernels.family == "c" else ""
         products = f"{stored}{_name(self.dtype)}{packed}"
         kv = _name(torch.float32 if self.exact else torch.bfloat16)

@@ -1,0 +1,281 @@
+"""The same model as `deepseek.py` for accelerators: weights in the format they are kept in, kernels for every step.
+
+The residual stream is bf16; a layer's output is added to it by the norm that follows. Decode is absorbed attention over
+the paged rows, prefill is naive attention over expanded keys and values. `decode` never waits for the device and has
+static shapes, so that it can be captured into a graph; `forward` serves the callers of `Transformer.forward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.cache.latent import LatentPool
+from headrace.model import rope as rope_angles
+from headrace.model.config import ModelConfig
+from headrace.model.deepseek import ForwardBatch, Phase
+from headrace.model.gpu_kernels import GpuKernels
+from headrace.model.gpu_layers import DecodeStep, GpuBlock, GpuMoE, PrefillStep
+from headrace.model.gpu_linear import PLAIN
+from kernels import latent_store
+
+SMALLEST_OPENED = 8  # decode attention is opened for powers of two from here on: sequences, and blocks of each
+
+
+@dataclass
+class DecodeInputs:
+    """One new token of each sequence; everything on the device, shapes static.
+
+    token_ids, positions  [b] int64
+    slots                 [b] int64, where the new rows go; -1 is a padding sequence
+    block_tables          [b, max_blocks] int32; entries past a context may be 0
+    context_lens          [b] int32, rows to attend to, the new one included; at least 1, also for padding
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    block_tables: torch.Tensor
+    context_lens: torch.Tensor
+
+
+class GpuTransformer:
+    """A loaded model on an accelerator (or, for tests, on a CPU with the reference kernels). One engine thread calls it.
+
+    config, device, dtype (bf16), exact (never); pool_dtype: what a LatentPool for it should hold.
+    """
+
+    exact = False
+    dtype = torch.bfloat16
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        kernels: GpuKernels,
+        embedding: torch.Tensor,
+        blocks: list[GpuBlock],
+        norm: torch.Tensor,
+        head: torch.Tensor,
+        precision: list[tuple[str, str]],
+        pool_dtype: torch.dtype = torch.bfloat16,
+        mtp_tensors: dict[str, torch.Tensor] | None = None,
+    ):
+        self.config, self.kernels, self.device = config, kernels, embedding.device
+        self.embedding, self.blocks, self.norm, self.head = embedding, blocks, norm, head
+        self.pool_dtype = pool_dtype
+        self.mtp_tensors = mtp_tensors or {}
+        self._precision = precision
+        self._cos, self._sin = rope_angles.tables(config, self.device)
+        self.prefill_attention = kernels.open_prefill(config.qk_head_dim, config.v_head_dim)
+        self._opened: dict[tuple, tuple[Any, torch.dtype]] = {}
+        self._plans: dict[int, Any] = {}
+
+    def precision_table(self) -> list[tuple[str, str]]:
+        """(part, dtype) as decided at load, then (op, back end) as chosen."""
+        return [*self._precision, *((f"kernel {op}", name) for op, name in self.kernels.chosen.items())]
+
+    @property
+    def moe_dp_chunk_tokens(self) -> int:
+        """Tokens that go through a MoE layer at a time in prefill; 0 is all. Never changes the result."""
+        return next((ffn.dp_chunk_tokens for ffn in self._moe_layers()), 0)
+
+    @moe_dp_chunk_tokens.setter
+    def moe_dp_chunk_tokens(self, tokens: int) -> None:
+        for ffn in self._moe_layers():
+            ffn.dp_chunk_tokens = tokens
+
+    @property
+    def moe_activation_chunk_tokens(self) -> int:
+        """Tokens whose expert activations are held at a time in prefill; 0 is all. Never changes the result."""
+        return next((ffn.activation_chunk_tokens for ffn in self._moe_layers()), 0)
+
+    @moe_activation_chunk_tokens.setter
+    def moe_activation_chunk_tokens(self, tokens: int) -> None:
+        for ffn in self._moe_layers():
+            ffn.activation_chunk_tokens = tokens
+
+    def _moe_layers(self) -> list[GpuMoE]:
+        return [block.ffn for block in self.blocks if isinstance(block.ffn, GpuMoE)]
+
+    # --- decode ---
+
+    @property
+    def graph_safe(self) -> bool:
+        """Whether `decode` plans its attention on the device, so that a captured graph needs no `plan_decode`."""
+        return self.kernels.decode_graph_safe
+
+    def plan_decode(self, inputs: DecodeInputs, pool: LatentPool, context_lens_host: np.ndarray | None) -> None:
+        """Host planning of one step, before `decode` or the replay of its graph. Does nothing when graph_safe."""
+        if not self.graph_safe:
+            attention, _ = self._attention(inputs, pool)
+            self._plans[id(attention)] = attention.plan(inputs.block_tables, inputs.context_lens, context_lens_host)
+
+    @torch.no_grad()
+    def decode(self, inputs: DecodeInputs, pool: LatentPool) -> torch.Tensor:
+        """[b, vocab] fp32. Writes each layer's new rows into `pool`, then attends. Waits for nothing."""
+        step, eps = self._decode_step(inputs, pool), self.config.rms_norm_eps
+        x, delta = self.embedding.index_select(0, inputs.token_ids), None
+        for layer, block in enumerate(self.blocks):
+            rows = self.kernels.norm(x, delta, block.attention_norm, eps, block.attention.wants)
+            delta = block.attention.decode(rows, pool.layer(layer), step)
+            rows = self.kernels.norm(x, delta, block.ffn_norm, eps, *block.ffn.wants)
+            delta = block.ffn.decode(rows)
+        return self._logits(x, delta)
+
+    def _decode_step(self, inputs: DecodeInputs, pool: LatentPool) -> DecodeStep:
+        attention, query_dtype = self._attention(inputs, pool)
+        if self.graph_safe:
+            plan = attention.plan(inputs.block_tables, inputs.context_lens, None)
+        else:
+            plan = self._plans[id(attention)]
+        return DecodeStep(
+            cos=self._cos.index_select(0, inputs.positions),
+            sin=self._sin.index_select(0, inputs.positions),
+            slots=inputs.slots,
+            attention=attention,
+            plan=plan,
+            query_dtype=query_dtype,
+        )
+
+    def _attention(self, inputs: DecodeInputs, pool: LatentPool) -> tuple[Any, torch.dtype]:
+        """Opened once for each power of two of sequences and of blocks a sequence, and kept: graphs point into it.
+        Back ends that plan on the host know one batch only (see kernels.mla_decode_vendors), so they get one op each."""
+        batch, width = inputs.block_tables.shape
+        if self.graph_safe:
+            batch, width = _power_of_two(batch), _power_of_two(width)
+        key = pool.block_size, pool.rows.dtype, batch, width
+        if key not in self._opened:
+            config = self.config
+            self._opened[key] = self.kernels.open_decode(
+                pool.rows.dtype,
+                heads=config.num_attention_heads,
+                row_dim=config.row_dim,
+                latent_dim=config.kv_lora_rank,
+                block_size=pool.block_size,
+                max_batch=batch,
+                max_blocks=width,
+                scale=config.softmax_scale,
+            )
+        return self._opened[key]
+
+    def _logits(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        rows = self.kernels.norm(x, delta, self.norm, self.config.rms_norm_eps, PLAIN)
+        return self.kernels.wide_product(rows.plain, self.head)
+
+    # --- the callers of Transformer.forward ---
+
+    @torch.no_grad()
+    def forward(
+        self,
+        batch: ForwardBatch,
+        pool: LatentPool,
+        *,
+        phase: Phase,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        """[num_logits, vocab] fp32. Writes each layer's rows into `pool`, then attends.
+
+        `on_layer(l)` is called when the work that puts all rows of layer l into the pool is queued on the current stream.
+        A decode batch may hold several new tokens of a sequence: each becomes a sequence of its own.
+        """
+        if phase == "prefill":
+            return self._prefill(batch, pool, on_layer)
+        inputs, host = one_token_each(batch)
+        self.plan_decode(inputs, pool, host)
+        logits = self.decode(inputs, pool).index_select(0, batch.logit_indices)
+        for layer in range(len(self.blocks)) if on_layer is not None else ():
+            on_layer(layer)
+        return logits
+
+    def _prefill(self, batch: ForwardBatch, pool: LatentPool, on_layer: Callable[[int], None] | None) -> torch.Tensor:
+        step, eps, last = self._prefill_step(batch, pool), self.config.rms_norm_eps, len(self.blocks) - 1
+        count = int(batch.query_starts[-1])
+        x, delta = self.embedding.index_select(0, batch.token_ids[:count]), None
+        for layer, block in enumerate(self.blocks):
+            rows_of_layer = pool.layer(layer)
+            rows = self.kernels.norm(x, delta, block.attention_norm, eps, block.attention.wants)
+            del delta
+            q, latent_rows = block.attention.store(rows, rows_of_layer, step)
+            if on_layer is not None:
+                on_layer(layer)
+            del rows
+            delta = block.attention.attend(q, latent_rows, rows_of_layer, step, last=layer == last)
+            del q, latent_rows
+            if layer == last:
+                x = x.index_select(0, batch.logit_indices)
+                delta = delta if step.last_rows is not None else delta.index_select(0, batch.logit_indices)
+            delta = block.ffn.prefill(self.kernels.norm(x, delta, block.ffn_norm, eps, *block.ffn.wants))
+        return self._logits(x, delta)
+
+    def _prefill_step(self, batch: ForwardBatch, pool: LatentPool) -> PrefillStep:
+        count = int(batch.query_starts[-1])
+        query_lens, context_lens = batch.query_lens, list(batch.context_lens)
+        positions, slots = batch.positions[:count], batch.slots[:count]
+        step = PrefillStep(
+            cos=self._cos.index_select(0, positions),
+            sin=self._sin.index_select(0, positions),
+            store=latent_store.plan(slots),
+            attention=self.prefill_attention,
+            plan=self._plan_prefill(query_lens, context_lens),
+        )
+        if batch.last_token_logits and count > len(query_lens):
+            step.last_rows, step.last_plan = (
+                batch.logit_indices,
+                self._plan_prefill([1] * len(query_lens), context_lens),
+            )
+        if query_lens != context_lens:
+            step.context_slots = packed_context_slots(batch.block_tables, context_lens, pool.block_size)
+        return step
+
+    def _plan_prefill(self, query_lens: list[int], context_lens: list[int]) -> Any:
+        config = self.config
+        return self.prefill_attention.plan(
+            query_lens,
+            context_lens,
+            config.num_attention_heads,
+            config.qk_head_dim,
+            config.v_head_dim,
+            config.softmax_scale,
+            self.device,
+        )
+
+
+def one_token_each(batch: ForwardBatch) -> tuple[DecodeInputs, np.ndarray]:
+    """A batch whose every token is a sequence of its own, and its context lengths on the host; padding tokens attend
+    to one row. Token j of q new ones sees all but the last q - 1 - j rows of its context."""
+    tokens, lens = len(batch.token_ids), np.asarray(batch.query_lens, np.int64)
+    owner = np.repeat(np.arange(len(lens)), lens)
+    behind = np.asarray(batch.query_starts[1:], np.int64)[owner] - 1 - np.arange(len(owner))
+    contexts = np.ones(tokens, np.int32)
+    contexts[: len(owner)] = np.asarray(batch.context_lens, np.int64)[owner] - behind
+    tables = batch.block_tables
+    if tokens != len(tables) or (lens != 1).any():
+        picked = np.zeros(tokens, np.int64)
+        picked[: len(owner)] = owner
+        tables = tables.index_select(0, uploaded(picked, tables.device))
+    lens_there = uploaded(contexts, tables.device)
+    return DecodeInputs(batch.token_ids, batch.positions, batch.slots, tables, lens_there), contexts
+
+
+def packed_context_slots(block_tables: torch.Tensor, context_lens: list[int], block_size: int) -> torch.Tensor:
+    """[sum of context_lens] int64 slots of every sequence's rows, packed in order. Waits for nothing."""
+    lens = np.asarray(context_lens, np.int64)
+    owner = np.repeat(np.arange(len(lens)), lens)
+    place = np.arange(len(owner)) - (lens.cumsum() - lens)[owner]
+    at = uploaded(np.stack((owner, place // block_size, place % block_size)), block_tables.device)
+    return block_tables[at[0], at[1]].long() * block_size + at[2]
+
+
+def uploaded(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """On the device, through pinned memory where there is a device to upload to."""
+    made = torch.from_numpy(np.ascontiguousarray(array))
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
+
+def _power_of_two(count: int) -> int:
+    return max(SMALLEST_OPENED, 1 << (count - 1).bit_length())
