@@ -10,9 +10,9 @@ MASKED_BACKENDS      run(rows, weight, counts) -> [e, m, n] bf16
   counts    [e] int32 on the device: of each expert only the first counts[i] rows are computed
 
 The grid depends on static shapes only and the device finds each tile's expert: nothing waits for the host and both can
-be captured in a CUDA graph. An expert without rows costs nothing, and its weights are not read. Sums over each 128 of k are fp32
-times their scales, added in fp32 in order of k; `cuda` adds even and odd steps apart where a tile has at most 64 rows, so
-a row's last bits depend on how many rows its expert has, never on their values. Row bounds need no
+be captured in a CUDA graph. An expert without rows costs nothing, and its weights are not read. Sums over each 128 of k
+are fp32 times their scales, added in fp32 in order of k; `cuda` adds even and odd steps apart where a tile has at most
+64 rows, so a row's last bits may depend on how many rows its expert has, never on their values. Row bounds need no
 alignment for correctness; ROW_MULTIPLE keeps rows on whole lines of memory. `cuda` is grouped_fp8.cu: Hopper, k a
 multiple of 16 and n of 8, at most 128 experts. `triton` takes any sizes.
 Source: DeepSeek-V3 report 3.3.2 (fine-grained scales, promotion of partial sums); DeepGEMM for the two forms.
