@@ -70,6 +70,19 @@ class EngineConfig:
     """Most samples that step together on decode."""
     num_threads: int = 0
     """Threads that compute. 0: torch's own choice; in a mesh of one host, its cores shared between the workers."""
+    weight_dtype: str = ""
+    """What matrices are kept in on an accelerator: `bf16`, `fp8`, `nvfp4` (experts; small projections then FP8). Empty: as
+    they are on disk. Only empty in exact mode and on CPUs."""
+    kv_dtype: str = ""
+    """What rows of the pool are kept in: `fp32`, `bf16`, `fp8` (e4m3, accelerators only). Empty: fp32 in exact mode, else
+    bf16. Prefill and decode workers must agree."""
+    async_scheduling: bool | None = None
+    """Whether decode launches a step before it has read the tokens of the one in flight. None: on for accelerators."""
+    decode_graphs: bool | None = None
+    """Whether decode steps are captured into CUDA graphs, one for each batch size. None: on for accelerators."""
+    decode_graph_sizes: tuple[int, ...] = ()
+    """Batch sizes, in samples, that steps are padded to and graphs are captured for; `max_batch_size` is always one. Empty:
+    1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512."""
     moe_dp_chunk_tokens: int = 0
     moe_activation_chunk_tokens: int = 0
     output_chunk: int = 128
@@ -257,6 +270,47 @@ def check(config: Config) -> None:
     ):
         if value < 1:
             raise ConfigError(f"{path} = {value} must be at least 1", field=path)
+    _check_formats(config.engine)
+    _check_graphs(config.engine)
+
+
+def _check_formats(engine: EngineConfig) -> None:
+    """What one look at the settings tells; what the device and the checkpoint have is told when the model is loaded."""
+    on_cpu = engine.device.partition(":")[0] == "cpu"
+    exact = on_cpu if engine.exact is None else engine.exact
+    where = "in exact mode" if exact else "on a CPU" if on_cpu else "on an accelerator"
+    weights = ("",) if exact or on_cpu else ("", "bf16", "fp8", "nvfp4")
+    rows = ("", "fp32") if exact else ("", "fp32", "bf16") if on_cpu else ("", "bf16", "fp8")
+    for path, value, known in (
+        ("engine.weight_dtype", engine.weight_dtype, weights),
+        ("engine.kv_dtype", engine.kv_dtype, rows),
+    ):
+        if value not in known:
+            choice = ", ".join(name or "empty" for name in known)
+            raise ConfigError(f"{path} = {value!r}: {where} it is one of {choice}", field=path)
+
+
+def _check_graphs(engine: EngineConfig) -> None:
+    on_cpu = engine.device.partition(":")[0] == "cpu"
+    if on_cpu and engine.decode_graphs:
+        raise ConfigError(
+            f"engine.decode_graphs = true, engine.device = {engine.device!r} has no graphs",
+            field="engine.decode_graphs",
+        )
+    if engine.decode_graphs and engine.exact:
+        raise ConfigError(
+            "engine.decode_graphs = true, engine.exact = true runs kernel by kernel", field="engine.decode_graphs"
+        )
+    sizes = engine.decode_graph_sizes
+    if sizes and engine.decode_graphs is False:
+        raise ConfigError(
+            "engine.decode_graph_sizes are given, engine.decode_graphs = false", field="engine.decode_graph_sizes"
+        )
+    if any(not 1 <= size <= engine.max_batch_size for size in sizes):
+        raise ConfigError(
+            f"engine.decode_graph_sizes = {list(sizes)} must lie in 1 .. engine.max_batch_size = {engine.max_batch_size}",
+            field="engine.decode_graph_sizes",
+        )
 
 
 def check_separate(config: Config) -> None:
@@ -351,14 +405,22 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
             return None
         return _convert(next(arm for arm in typing.get_args(kind) if arm is not types.NoneType), value, path)
     if typing.get_origin(kind) is tuple:
-        items = [part.strip() for part in value.split(";") if part.strip()] if isinstance(value, str) else value
-        if not isinstance(items, list | tuple):
-            raise ConfigError(f"{path} = {value!r} is not a list", field=path)
-        return tuple(str(item) for item in items)
+        arm = typing.get_args(kind)[0]
+        return tuple(_convert(arm, item, path) for item in _items(arm, value, path))
     try:
         return _scalar(kind, value)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{path} = {value!r} is not a valid {kind.__name__}", field=path) from error
+
+
+def _items(kind: type, value: Any, path: str) -> list[Any]:
+    """The items of a list, or of a text that names them: numbers with `,` or `;` between, texts with `;`."""
+    if isinstance(value, str):
+        text = str(value) if kind is str else value.replace(",", ";")
+        return [_Text(part.strip()) for part in text.split(";") if part.strip()]
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{path} = {value!r} is not a list", field=path)
+    return list(value)
 
 
 def _scalar(kind: type, value: Any) -> Any:

@@ -69,9 +69,30 @@ class EngineParts:
             transformer.device,
         )
         max_context = max_context_tokens or longest
-        sampler = Sampler(model.vocab_size, transformer.device)
-        runner = Runner(transformer, pool, sampler, max_context)
+        runner = _runner(transformer, pool, config, max_context)
         return cls(transformer, pool, BlockPool(config.num_blocks, block_size), runner, max_context)
+
+
+def _runner(transformer: Transformer, pool: LatentPool, config: EngineConfig, max_context: int) -> Runner:
+    """Step by step with the host's sampler on a CPU; on an accelerator a step ahead, over fixed buffers and graphs."""
+    on_cpu = transformer.device.type == "cpu"
+    ahead = int(not on_cpu if config.async_scheduling is None else config.async_scheduling)
+    if not hasattr(transformer, "decode"):
+        sampler = Sampler(transformer.config.vocab_size, transformer.device)
+        return Runner(transformer, pool, sampler, max_context, steps_ahead=ahead)
+    from headrace.engine.device_sampler import DeviceSampler
+    from headrace.engine.graphs import DecodeGraphs, sizes_up_to
+
+    sampler = DeviceSampler(transformer.config.vocab_size, transformer.device)
+    steps = DecodeGraphs(
+        transformer,
+        pool,
+        sampler,
+        sizes=sizes_up_to(config.max_batch_size, config.decode_graph_sizes),
+        max_blocks=-(-max_context // pool.block_size),
+        capture=not on_cpu if config.decode_graphs is None else config.decode_graphs,
+    )
+    return Runner(transformer, pool, sampler, max_context, steps=steps, steps_ahead=ahead)
 
 
 def load_configured(directory: str | Path, config: EngineConfig) -> Transformer:
@@ -81,7 +102,9 @@ def load_configured(directory: str | Path, config: EngineConfig) -> Transformer:
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     exact = device.type == "cpu" if config.exact is None else config.exact
-    transformer = load_transformer(directory, device=device, exact=exact)
+    transformer = load_transformer(
+        directory, device=device, exact=exact, weight_dtype=config.weight_dtype, kv_dtype=config.kv_dtype
+    )
     transformer.moe_dp_chunk_tokens = config.moe_dp_chunk_tokens
     transformer.moe_activation_chunk_tokens = config.moe_activation_chunk_tokens
     return transformer

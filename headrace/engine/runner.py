@@ -123,6 +123,7 @@ class Runner:
             query_starts=plan.query_starts,
             context_lens=plan.context_lens,
             logit_indices=upload(plan.logit_indices, device),
+            last_token_logits=np.array_equal(plan.logit_indices, np.asarray(plan.query_starts[1:]) - 1),
         )
 
     def forward(self, batch: ForwardBatch, phase: str, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:

@@ -133,6 +133,55 @@ def test_settings_are_never_written_to():
         config.load(environment={}).engine.num_blocks = 1  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("text", ["1,8,64", "1; 8;64", "[1, 8, 64]"])
+def test_a_list_of_numbers_is_a_list_in_toml_and_separated_text_elsewhere(tmp_path, text):
+    if text.startswith("["):
+        loaded = config.load(
+            write(tmp_path, f'[engine]\ndevice = "cuda"\ndecode_graph_sizes = {text}\n'), environment={}
+        )
+    else:
+        loaded = config.load(flags=["engine.device=cuda", f"engine.decode_graph_sizes={text}"], environment={})
+    assert loaded.engine.decode_graph_sizes == (1, 8, 64)
+
+
+@pytest.mark.parametrize(
+    ("flags", "path"),
+    [
+        (["engine.kv_dtype=bf16"], "engine.kv_dtype"),  # exact, the default on a CPU
+        (["engine.kv_dtype=fp8", "engine.exact=false"], "engine.kv_dtype"),
+        (["engine.kv_dtype=fp32", "engine.device=cuda"], "engine.kv_dtype"),
+        (["engine.kv_dtype=int4", "engine.device=cuda:1"], "engine.kv_dtype"),
+        (["engine.weight_dtype=fp8"], "engine.weight_dtype"),
+        (["engine.weight_dtype=nvfp4", "engine.device=cuda", "engine.exact=true"], "engine.weight_dtype"),
+        (["engine.weight_dtype=int4", "engine.device=cuda"], "engine.weight_dtype"),
+        (["engine.decode_graphs=true"], "engine.decode_graphs"),
+        (["engine.decode_graphs=true", "engine.device=cuda", "engine.exact=true"], "engine.decode_graphs"),
+        (["engine.decode_graphs=false", "engine.decode_graph_sizes=8"], "engine.decode_graph_sizes"),
+        (["engine.decode_graph_sizes=8,65", "engine.max_batch_size=64"], "engine.decode_graph_sizes"),
+        (["engine.decode_graph_sizes=0"], "engine.decode_graph_sizes"),
+        (["engine.decode_graph_sizes=8,x"], "engine.decode_graph_sizes"),
+    ],
+)
+def test_formats_and_graphs_that_cannot_be_are_refused_by_name(flags, path):
+    with pytest.raises(ConfigError) as caught:
+        config.load(flags=flags, environment={})
+    assert caught.value.field == path and path in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["engine.kv_dtype=fp32"],
+        ["engine.kv_dtype=bf16", "engine.exact=false"],
+        ["engine.kv_dtype=fp8", "engine.weight_dtype=nvfp4", "engine.device=cuda"],
+        ["engine.async_scheduling=true"],
+        ["engine.decode_graphs=true", "engine.decode_graph_sizes=1,64", "engine.device=cuda"],
+    ],
+)
+def test_formats_and_graphs_that_can_be_are_taken(flags):
+    config.load(flags=flags, environment={})
+
+
 def test_the_run_directory_follows_the_state_directory_and_the_name(tmp_path):
     loaded = config.load(flags=["mesh.name=blue"], environment={})
     assert config.run_directory(loaded, {"XDG_STATE_HOME": str(tmp_path)}) == tmp_path / "headrace" / "blue"
@@ -156,7 +205,7 @@ def leaves() -> list[tuple[str, type, object]]:
     ("path", "kind", "default"), leaves(), ids=lambda value: str(value) if "." in str(value) else ""
 )
 def test_every_setting_can_be_given_as_text_in_both_ways(path, kind, default):
-    text = "" if default is None else str(default)
+    text = "" if default in (None, ()) else str(default)
     variable = "HEADRACE__" + path.upper().replace(".", "__")
     assert config.load(flags=[f"{path}={text}"], environment={}) == config.Config()
     assert config.load(environment={variable: text}) == config.Config()
