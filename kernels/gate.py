@@ -139,7 +139,7 @@ def _kernel(
 
 
 def _triton(
-    logits: torch.Tensor, bias: torch.Tensor, limits: Limits, per_program: int = 4, num_warps: int = 4
+    logits: torch.Tensor, bias: torch.Tensor, limits: Limits, per_program: int = 1, num_warps: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, experts = logits.shape
     top_k, size = limits.num_experts_per_tok, experts // limits.n_group
