@@ -13,6 +13,7 @@ Only `ends`, the running sum of tiles, depends on the lengths: it is made on the
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -150,8 +151,12 @@ def _merge(
         mixed = tl.zeros((HEADS, LATENT_PAD), tl.float32)
         for worker in range(first, last + 1):
             part = (worker * 2 + (worker == first).to(tl.int32)).to(tl.int64) * heads + head
-            lse = tl.load(part_lse + part, mask=head < heads, other=0.0)
-            rows = tl.load(parts + part[:, None] * LATENT + latent[None, :], mask=keep, other=0.0)
+            busy = (worker * total) // workers < (
+                (worker + 1) * total
+            ) // workers  # fewer tiles than workers: some idle
+            lse = tl.load(part_lse + part, mask=busy & (head < heads), other=-float("inf"))
+            rows = tl.load(parts + part[:, None] * LATENT + latent[None, :], mask=busy & keep, other=0.0)
+            lse = tl.where(head < heads, lse, 0.0)
             higher = tl.maximum(top, lse)
             shrink, weight = tl.exp2(top - higher), tl.exp2(lse - higher)
             total_weight = total_weight * shrink + weight
@@ -191,6 +196,17 @@ def tuning_for(heads: int, latent_dim: int, wide: bool, num_sms: int) -> Tuning:
     return Tuning(block, 64, 4, 2, max(1, 3 * num_sms // head_blocks))
 
 
+def out_dtype_for(pool_dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if pool_dtype == torch.float32 else torch.bfloat16
+
+
+@functools.lru_cache(maxsize=8)
+def _room(pieces: int, latent_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Parts and their log-sum-exps, shared by all ops of these sizes: they run one after another on one stream."""
+    parts = torch.empty(pieces, latent_dim, dtype=torch.float32, device=device)
+    return parts, torch.empty(pieces, dtype=torch.float32, device=device)
+
+
 class TritonDecode:
     """One op for one model and device; `plan` and `run` may be captured, together or apart (see mla_decode)."""
 
@@ -210,13 +226,12 @@ class TritonDecode:
     ):  # fmt: skip
         self.heads, self.row_dim, self.latent_dim, self.block_size = heads, row_dim, latent_dim, block_size
         self.scale, self.pool_dtype = scale, pool_dtype
-        self.out_dtype = torch.float32 if pool_dtype == torch.float32 else torch.bfloat16
+        self.q_dtype, self.out_dtype = q_dtype, out_dtype_for(pool_dtype)
         self.wide = pool_dtype == torch.float32 or device.type == "cpu"
         sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
         self.tuning = tuning or tuning_for(heads, latent_dim, self.wide, sms)
         pieces = 2 * self.tuning.workers * heads
-        self.parts = torch.empty(pieces, latent_dim, dtype=torch.float32, device=device)
-        self.part_lse = torch.empty(pieces, dtype=torch.float32, device=device)
+        self.parts, self.part_lse = _room(pieces, latent_dim, device)
 
     def plan(self, block_tables: torch.Tensor, context_lens: torch.Tensor, context_lens_host: Any = None) -> Plan:
         assert block_tables.stride(-1) == 1 and block_tables.dtype == context_lens.dtype == torch.int32

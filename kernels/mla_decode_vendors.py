@@ -76,6 +76,7 @@ class FlashMlaDecode:
         import flash_mla
 
         self._ops = flash_mla.flash_mla_interface.get_ops(True)
+        self.q_dtype = q_dtype
         self.heads, self.scale, self.fp8 = heads, scale, q_dtype == torch.float8_e4m3fn
         self._one = torch.ones(1, dtype=torch.float32, device=device)
 
@@ -122,6 +123,7 @@ class FlashInferDecode:
         self._wrapper = BatchMLAPagedAttentionWrapper(
             torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device), backend="fa3"
         )
+        self.q_dtype = q_dtype
         self.heads, self.block_size, self.pool_dtype, self.scale = heads, block_size, pool_dtype, scale
         self._starts = torch.arange(max_batch + 1, dtype=torch.int32)
         self._copied = torch.cuda.Event()

@@ -17,7 +17,7 @@ Source: DeepSeek-V2 report 2.1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -141,7 +141,10 @@ def reference(
 
 
 class TorchVarlen:
-    """`_sdpa` with the lengths kept in the plan."""
+    """A function of NAIVE_BACKENDS with the lengths kept in the plan."""
+
+    def __init__(self, attend: Callable[..., torch.Tensor]):
+        self._attend = attend
 
     def plan(
         self, query_lens: Sequence[int], context_lens: Sequence[int], heads: int, qk_dim: int, value_dim: int,
@@ -152,7 +155,7 @@ class TorchVarlen:
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: tuple[list[int], list[int], float]
     ) -> torch.Tensor:
-        return _sdpa(q, k, v, *plan)
+        return self._attend(q, k, v, *plan)
 
 
 def open_varlen(
@@ -180,5 +183,6 @@ BACKENDS = (
 VARLEN_BACKENDS = (
     Backend("flashinfer", FlashInferVarlen(), why_not=needs_flashinfer),
     Backend("triton", TritonVarlen(), why_not=needs_triton),
-    Backend("torch", TorchVarlen()),
+    Backend("torch", TorchVarlen(_sdpa)),
+    Backend("reference", TorchVarlen(reference)),
 )

@@ -66,7 +66,7 @@ def _decode_candidates(
         max_batch=len(q), max_blocks=inputs.tables.shape[1], scale=SCALE,
     )  # fmt: skip
     want = inputs.reference(q, pool)
-    for backend in mla_decode.DEVICE_BACKENDS:
+    for backend in mla_decode.DEVICE_BACKENDS[:-1]:  # all but the reference
         reason = backend.why_not(device) or backend.run.misfit(**sizes)
         if reason:
             progress(f"mla_decode {backend.name}: {reason}")
@@ -140,7 +140,7 @@ class PrefillInputs:
 
 def _prefill_candidates(inputs: PrefillInputs, progress: Progress) -> Iterator[Candidate]:
     device, want = inputs.q.device, inputs.reference()
-    for backend in mla_prefill.VARLEN_BACKENDS:
+    for backend in mla_prefill.VARLEN_BACKENDS[:-1]:
         reason = backend.why_not(device)
         if reason:
             progress(f"mla_prefill {backend.name}: {reason}")

@@ -86,12 +86,14 @@ def test_triton_decode_reads_narrow_rows(triton_device, lens, dtype):
     case.check(triton_decode(case), BF16_BOUND)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 7, 20])
+@pytest.mark.parametrize("workers", [1, 2, 3, 7, 40])
 def test_however_the_work_is_cut_the_parts_merge(triton_device, workers):
     case = Case(
         [70, 1, 300, 16, 33], heads=20, latent=24, rope=8, block_size=16, dtype=torch.float32, device=triton_device
     )
-    case.check(triton_decode(case, Tuning(16, 16, 4, 1, workers)), FP32_BOUND)
+    op = triton_decode(case, Tuning(16, 16, 4, 1, workers))
+    op.parts.fill_(float("nan")), op.part_lse.fill_(float("nan"))
+    case.check(op, FP32_BOUND)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +114,22 @@ def test_triton_decode_large_scores_do_not_overflow(triton_device):
 def test_sizes_that_do_not_fit_are_named():
     sizes = dict(heads=8, row_dim=160, latent_dim=128, block_size=16, q_dtype=torch.bfloat16, pool_dtype=torch.bfloat16)
     for backend in mla_decode.DEVICE_BACKENDS:
-        assert (backend.run.misfit(**sizes) is None) == (backend.name == "triton")
+        assert (backend.run.misfit(**sizes) is None) == (backend.name in ("triton", "reference"))
     with pytest.raises(BackendUnavailable, match="needs a CUDA device"):
-        mla_decode.open_device(torch.device("cpu"), **sizes, max_batch=1, max_blocks=1, scale=1.0)
+        mla_decode.open_device(torch.device("cpu"), "triton", **sizes, max_batch=1, max_blocks=1, scale=1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, E4M3])
+def test_the_reference_op_runs_on_any_device_and_reads_no_row_past_a_context(dtype):
+    case = Case([70, 1, 17], **SMALL, dtype=dtype, device=torch.device("cpu"))
+    op = mla_decode.open_device(case.device, graph_safe=True, **case.sizes())
+    case.check(op, FP32_BOUND if dtype == torch.float32 else BF16_BOUND)
+
+
+@pytest.mark.parametrize("name", ["torch", "reference"])
+def test_varlen_prefill_on_a_cpu(name):
+    op = mla_prefill.open_varlen(torch.device("cpu"), name, qk_dim=24, value_dim=16, dtype=torch.float32)
+    check_varlen(op, PROMPTS[1], (24, 16), torch.float32, torch.device("cpu"), FP32_BOUND)
 
 
 R1 = dict(heads=128, latent=512, rope=64, block_size=64)
