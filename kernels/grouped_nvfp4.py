@@ -8,7 +8,7 @@ MASKED     run(rows, w, counts)  Fp8Rows with data [e, m, k] and scale [e, m, k 
 value of a row: x @ (code * block_scale * global_scale).T, sums in fp32
 
 Rows past starts[-1] or counts[i] hold nothing afterwards and may hold anything before; an expert without rows is not
-read. Nothing waits for the device. A public form of the weight, not the disk form, may be kept: see each `prepare`.
+read. Nothing waits for the device, except in `reference`. `cuda` is nvfp4_hopper.cu: Hopper, n even.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kernels import nvfp4_triton
+from kernels import nvfp4_hopper, nvfp4_triton
 from kernels.fp8 import Fp8Rows, dequantise_rows
 from kernels.nvfp4 import Nvfp4Weight, dequantise
 from kernels.select import Backend
@@ -92,6 +92,27 @@ class TritonGrouped:
         return out
 
 
+class HopperGrouped:
+    """Keeps `nvfp4_hopper.Prepared`; starts must be multiples of 8."""
+
+    @staticmethod
+    def prepare(weight: Nvfp4Weight) -> nvfp4_hopper.Prepared:
+        check_weight(weight)
+        return nvfp4_hopper.prepare(weight)
+
+    @staticmethod
+    def contiguous(rows: torch.Tensor | Fp8Rows, w: nvfp4_hopper.Prepared, starts: torch.Tensor) -> torch.Tensor:
+        data = rows.data if isinstance(rows, Fp8Rows) else rows
+        out = torch.empty(len(data), w.n, dtype=torch.bfloat16, device=data.device)
+        return nvfp4_hopper.multiply(rows, w, starts, nvfp4_hopper.CONTIGUOUS, out)
+
+    @staticmethod
+    def masked(rows: torch.Tensor | Fp8Rows, w: nvfp4_hopper.Prepared, counts: torch.Tensor) -> torch.Tensor:
+        data = rows.data if isinstance(rows, Fp8Rows) else rows
+        out = torch.empty(*data.shape[:2], w.n, dtype=torch.bfloat16, device=data.device)
+        return nvfp4_hopper.multiply(rows, w, counts, nvfp4_hopper.MASKED, out)
+
+
 class Contiguous:
     """prepare and the contiguous form of one of the classes above."""
 
@@ -106,9 +127,11 @@ class Masked:
 
 CONTIGUOUS_BACKENDS: tuple[Backend, ...] = (
     Backend("triton", Contiguous(TritonGrouped), why_not=needs_triton),
+    Backend("cuda", Contiguous(HopperGrouped), why_not=nvfp4_hopper.why_not),
     Backend("reference", Contiguous(ReferenceGrouped)),
 )
 MASKED_BACKENDS: tuple[Backend, ...] = (
     Backend("triton", Masked(TritonGrouped), why_not=needs_triton),
+    Backend("cuda", Masked(HopperGrouped), why_not=nvfp4_hopper.why_not),
     Backend("reference", Masked(ReferenceGrouped)),
 )

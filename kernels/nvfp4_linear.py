@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels import nvfp4_triton
+from kernels import nvfp4_hopper, nvfp4_triton
 from kernels.fp8 import Fp8Rows, dequantise_rows
 from kernels.nvfp4 import LARGEST_CODE, LARGEST_SCALE, Nvfp4Weight, dequantise, flashinfer_why_not, swizzle
 from kernels.select import Backend
@@ -57,6 +57,20 @@ class TritonLinear:
         return nvfp4_triton.multiply(x, w, None, None, output_for(x, w.packed.shape[1], out))
 
 
+class HopperLinear:
+    """Keeps `nvfp4_hopper.Prepared`."""
+
+    @staticmethod
+    def prepare(weight: Nvfp4Weight) -> nvfp4_hopper.Prepared:
+        check_weight(weight)
+        scales = weight.block_scale[None], weight.global_scale.reshape(1)
+        return nvfp4_hopper.prepare(Nvfp4Weight(weight.packed[None], *scales))
+
+    @staticmethod
+    def run(x: torch.Tensor | Fp8Rows, w: nvfp4_hopper.Prepared, out: torch.Tensor | None = None) -> torch.Tensor:
+        return nvfp4_hopper.multiply(x, w, None, nvfp4_hopper.DENSE, output_for(x, w.n, out))
+
+
 class FlashInferPrepared(NamedTuple):
     """packed [n, k / 2]; scale [n padded to 128, k / 16] bytes in 128x4 order; both global scales fp32 [1] or None."""
 
@@ -95,5 +109,6 @@ class FlashInferLinear:
 LINEAR_BACKENDS: tuple[Backend, ...] = (
     Backend("flashinfer", FlashInferLinear, why_not=flashinfer_why_not),
     Backend("triton", TritonLinear, why_not=needs_triton),
+    Backend("cuda", HopperLinear, why_not=nvfp4_hopper.why_not),
     Backend("reference", ReferenceLinear),
 )

@@ -1,0 +1,172 @@
+"""Rows times NVFP4 weights on Hopper: `nvfp4_hopper.cu`, its operands' layouts, and how it is launched.
+
+prepare(weight)                               Nvfp4Weight [e, n, k], k % 128 == 0, n even -> Prepared, once at load
+multiply(rows, w, bounds, mode, out)          rows bf16 [r, k] (dense columns) or Fp8Rows; out [r, n] bf16
+  mode DENSE       one weight, bounds None
+       CONTIGUOUS  bounds starts [e + 1] int32, multiples of 8; rows past starts[e] are left alone
+       MASKED      r = e * m; bounds counts [e] int32; expert i owns rows i * m .. i * m + counts[i]
+
+Rows are first brought to fp16 with one scale a row, in the order the products read them (a launch of its own, about as
+long as reading and writing them). From FP8 the values stay within 2^-11 of exact and nothing can overflow; from bf16
+they stay exact but for elements 2^-22 and less of their row's largest. A NaN or infinity spoils its own row only.
+Weights are exact, sums are fp32: the only rounding besides the rows' own is that of the result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from kernels import cuda_library
+from kernels.cuda_library import BuildFailed
+from kernels.fp8 import Fp8Rows
+from kernels.nvfp4 import Nvfp4Weight
+from kernels.triton_support import needs_capability
+
+DENSE, CONTIGUOUS, MASKED = 0, 1, 2  # as in nvfp4_hopper.cu
+STRIP, STEP, STRIP_BYTES = 64, 128, 4608
+SIGN_PLACES, REST_PLACES = (15, 12, 14, 13), (9, 6, 3, 0)  # of each of a half word's four codes; see `widen`
+TILES = (16, 32, 64, 128)
+
+_needs_hopper = needs_capability(9, exactly=True)
+
+
+class Prepared(NamedTuple):
+    """data [e, ceil(n / 64), k / 128, 4608] uint8 as nvfp4_hopper.cu describes it; global_scale [e] fp32."""
+
+    data: torch.Tensor
+    global_scale: torch.Tensor
+    n: int
+    k: int
+
+
+def prepare(weight: Nvfp4Weight) -> Prepared:
+    """As many bytes as the disk form. Raises ValueError for sizes the kernel does not take."""
+    experts, n, half = weight.packed.shape
+    if half % (STEP // 2) or n % 2:
+        raise ValueError(f"weights [e, n, k] with k % 128 == 0 and n even, not {experts} x {n} x {2 * half}")
+    strips, chunks = -(-n // STRIP), 2 * half // STEP
+    data = torch.empty(experts, strips, chunks, STRIP_BYTES, dtype=torch.uint8, device=weight.packed.device)
+    for packed, scale, to in zip(weight.packed, weight.block_scale.view(torch.uint8), data, strict=True):
+        to[..., :4096] = _codes(F.pad(packed, (0, 0, 0, -n % STRIP)))
+        to[..., 4096:] = _scales(F.pad(scale, (0, 0, 0, -n % STRIP)))
+    return Prepared(data, weight.global_scale.float().reshape(experts).contiguous(), n, 2 * half)
+
+
+def _codes(packed: torch.Tensor) -> torch.Tensor:
+    """`[rows, k / 2]` bytes -> [strips, chunks, 4096]."""
+    # row = strip, warp, upper or lower eight, g; byte = chunk, t, block 2t or 2t + 1, half of k's pairs, j
+    byte = packed.view(-1, 4, 2, 8, packed.shape[1] // 64, 4, 2, 2, 4).to(torch.int32)
+    word = torch.zeros_like(byte[..., 0])
+    for j in range(4):
+        for side, code in enumerate((byte[..., j] & 15, byte[..., j] >> 4)):
+            word |= (code >> 3) << (SIGN_PLACES[j] + 16 * side) | (code & 7) << (REST_PLACES[j] + 16 * side)
+    # -> strip, chunk, half, warp, g, t, block, upper or lower eight
+    ordered = word.permute(0, 4, 7, 1, 3, 5, 6, 2).contiguous()
+    return ordered.view(torch.uint8).flatten(2)
+
+
+def _scales(scale: torch.Tensor) -> torch.Tensor:
+    """`[rows, k / 16]` bytes -> [strips, chunks, 512]."""
+    split = scale.view(-1, 4, 2, 8, scale.shape[1] // 8, 4, 2)  # strip, warp, upper or lower eight, g, chunk, t, block
+    return split.permute(0, 4, 1, 3, 5, 6, 2).flatten(2)
+
+
+def multiply(
+    rows: torch.Tensor | Fp8Rows,
+    w: Prepared,
+    bounds: torch.Tensor | None,
+    mode: int,
+    out: torch.Tensor,
+    *,
+    tile: int | None = None,
+    overlap: bool = True,
+) -> torch.Tensor:
+    """`tile` rows are multiplied at once: by default the fewest of TILES that hold a typical expert's rows. `overlap`:
+    the product's launch begins while the rows' launch still runs."""
+    fp8 = isinstance(rows, Fp8Rows)
+    data, scale = rows if fp8 else (rows, None)
+    experts, num_rows, k = len(w.data), data.shape[-2], data.shape[-1]
+    if k != w.k or out.shape[-1] != w.n or data.stride(-1) != 1 or (mode == MASKED and data.shape[0] != experts):
+        raise ValueError(f"rows {tuple(data.shape)} -> {tuple(out.shape)} by weights {experts} x {w.n} x {w.k}")
+    if (data.data_ptr() | data.stride(-2) * data.element_size()) % 4 or (mode == MASKED and not data.is_contiguous()):
+        raise ValueError("rows must begin at multiples of 4 bytes, and be contiguous where masked")
+    if fp8 and num_rows > 1 and scale.stride(-2) != 1:
+        raise ValueError(f"a row's neighbour must be next in memory in the scales, not strides {scale.stride()}")
+    if not out.numel():
+        return out
+    x_rows = -(-num_rows // 8) * 8 * (experts if mode == MASKED else 1)
+    x = torch.empty(k // 64, x_rows, 64, dtype=torch.float16, device=data.device)
+    row_scale = torch.empty(x_rows, dtype=torch.float32, device=data.device)
+    stream = torch.cuda.current_stream(data.device).cuda_stream
+    at = None if bounds is None else bounds.data_ptr()
+    code = library().hr_nvfp4_rows(
+        data.data_ptr(), scale.data_ptr() if fp8 else None, data.stride(-2) * data.element_size(),
+        scale.stride(-1) if fp8 else 0, scale.stride(0) if fp8 and mode == MASKED else 0, fp8, at, mode, num_rows, x_rows,
+        experts, k, x.data_ptr(), row_scale.data_ptr(), stream,
+    )  # fmt: skip
+    _check(code)
+    if tile is None:
+        typical = num_rows // experts if mode == CONTIGUOUS else num_rows
+        tile = next((one for one in TILES if one >= typical), TILES[-1])
+    code = library().hr_nvfp4_multiply(
+        w.data.data_ptr(), x.data_ptr(), row_scale.data_ptr(), w.global_scale.data_ptr(), at, out.data_ptr(),
+        out.stride(-2), mode, num_rows, x_rows, experts, w.n, k, tile, cuda_library.multiprocessors(data.device),
+        overlap, stream,
+    )  # fmt: skip
+    _check(code)
+    return out
+
+
+def _check(code: int) -> None:
+    if code:
+        raise RuntimeError(f"NVFP4 product: {'sizes that it does not take' if code == -2 else f'CUDA error {code}'}")
+
+
+SOURCE = Path(__file__).with_name("nvfp4_hopper.cu")
+_SIGNATURES = {"hr_nvfp4_rows": "pplllipiiiiippp", "hr_nvfp4_multiply": "ppppppliiiiiiiiip"}
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64}
+
+
+def why_not(device: object) -> str | None:
+    """None when the library is built and loaded and `device` can run it, else one sentence."""
+    if reason := _needs_hopper(device):
+        return reason
+    try:
+        library()
+    except BuildFailed as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The loaded library with argument types set. Raises BuildFailed."""
+    compiler = shutil.which("nvcc") or str(cuda_library.TOOLKIT)
+    digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(cuda_library.FLAGS).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / "headrace-kernels"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"nvfp4-{digest}.so"
+    if not path.exists():
+        made = path.with_suffix(f".{hashlib.sha256(str(id(path)).encode()).hexdigest()[:8]}")
+        result = subprocess.run(
+            [compiler, *cuda_library.FLAGS, str(SOURCE), "-o", str(made)], capture_output=True, text=True, check=False
+        )
+        if result.returncode:
+            raise BuildFailed(f"{compiler} cannot build the NVFP4 kernels: {result.stderr.strip()[:200]}")
+        made.replace(path)
+    loaded = ctypes.CDLL(str(path))
+    for name, signature in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes = [_TYPES[letter] for letter in signature]
+        function.restype = ctypes.c_int
+    return loaded
