@@ -101,8 +101,9 @@ def capacity_for(num_pairs: int, num_local: int, row_multiple: int) -> int:
 
 
 def empty_plan(ids: torch.Tensor, num_local: int, capacity: int) -> DevicePlan:
-    made = (torch.empty(shape, dtype=torch.int32, device=ids.device) for shape in (capacity, ids.shape, num_local + 1))
-    return DevicePlan(*made, torch.zeros(num_local, dtype=torch.int32, device=ids.device))
+    """Uninitialised."""
+    shapes = (capacity, ids.shape, num_local + 1, num_local)
+    return DevicePlan(*(torch.empty(shape, dtype=torch.int32, device=ids.device) for shape in shapes))
 
 
 def reference_device_plan(
@@ -222,6 +223,7 @@ def _triton_device_plan(
             ids, *plan, first_expert, num_local, num_pairs, capacity, row_multiple, top_k, pairs, experts, 128
         )
         return plan
+    plan.counts.zero_()
     chunks = triton.cdiv(num_pairs, CHUNK_PAIRS)
     chunk_counts = torch.empty(chunks, experts, dtype=torch.int32, device=ids.device)
     _count_kernel[(chunks,)](
