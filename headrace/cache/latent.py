@@ -11,8 +11,9 @@ ROPE_ORDER = "interleaved"  # pairs (0, 1), (2, 3), ... as in the checkpoint; pa
 
 
 class LatentPool:
-    """rows  [num_layers, num_blocks, block_size, row_dim]  fp32 (exact) or bf16 (fast), one contiguous allocation.
+    """rows  [num_layers, num_blocks, block_size, row_dim]  fp32 (exact), bf16 or e4m3 (fast), one contiguous allocation.
 
+    e4m3 rows are the values themselves (a scale of 1), rounded to nearest and held to +-448.
     A slot is `block_id * block_size + offset`. Rows start as zeros; a freed block keeps its last values.
     """
 

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from headrace.model import precision
+from headrace.model.checkpoint import Checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.deepseek_gpu import GpuTransformer
 from headrace.model.gpu_kernels import GpuKernels
@@ -159,7 +160,7 @@ def absorbed_halves(kv_b: Weight, config: ModelConfig) -> tuple[torch.Tensor, to
 class CheckpointSource:
     """Reads each tensor once, straight to the device; formats as on disk unless `weight_dtype` names a recipe."""
 
-    def __init__(self, checkpoint, device: torch.device, weight_dtype: str = ""):
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, weight_dtype: str = ""):
         self.checkpoint, self.device = checkpoint, device
         self.recipe = precision.RECIPES[weight_dtype] if weight_dtype else None
         self.formats: dict[str, set[str]] = {}

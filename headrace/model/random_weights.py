@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -50,7 +50,10 @@ def random_transformer(
     """A model with drawn weights, of the experts only those that `exchange` calls local (None: all of them)."""
     kernels = kernels or GpuKernels(device)
     source = RandomSource(config, device, weight_dtype, seed)
-    return GpuBuilder(config, source, kernels, pool_dtype=kv_dtype, exchange=exchange).transformer()
+    made = GpuBuilder(config, source, kernels, pool_dtype=kv_dtype, exchange=exchange).transformer()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # other streams will use it
+    return made
 
 
 class RandomSource:
@@ -85,12 +88,9 @@ class RandomSource:
         reason = precision.why_not(self.recipe[part], part, out, width)
         used = "bf16" if reason else self.recipe[part]
         self.formats.setdefault(part, set()).add(f"{used}, drawn" + (f" ({reason})" if reason else ""))
-        return self._draws()[used](out, width)
+        return {"bf16": self._bf16, "fp8": self._fp8, "nvfp4": self._nvfp4}[used](out, width)
 
-    def _draws(self) -> Mapping[str, object]:
-        return {"bf16": self._plain_weight, "fp8": self._fp8, "nvfp4": self._nvfp4}
-
-    def _plain_weight(self, out: int, width: int) -> torch.Tensor:
+    def _bf16(self, out: int, width: int) -> torch.Tensor:
         return (self._normal((out, width)) * width**-0.5).bfloat16()
 
     def _fp8(self, out: int, width: int) -> Fp8Weight:

@@ -104,7 +104,10 @@ def load_gpu_transformer(
 
     source = CheckpointSource(checkpoint, device, weight_dtype)
     builder = GpuBuilder(checkpoint.config, source, GpuKernels(device), pool_dtype=KV_DTYPES[kv_dtype or "bf16"])
-    return builder.transformer(mtp_tensors(checkpoint))
+    made = builder.transformer(mtp_tensors(checkpoint))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # other streams will use it
+    return made
 
 
 def mtp_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
