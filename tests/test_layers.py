@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("services", "headrace", "kernels")
-VENDORS_OF_KERNELS = {"torch", "numpy", "triton", "flashinfer", "deep_ep"}
+VENDORS_OF_KERNELS = {"torch", "numpy", "triton", "flashinfer", "flash_mla", "deep_ep"}
 
 # One door each: the only files that may import these.
 DOORS = {
@@ -20,6 +20,7 @@ DOORS = {
     "grpc_health": ("headrace/rpc.py",),
     "grpc_reflection": ("headrace/rpc.py",),
     "flashinfer": ("kernels/*.py",),
+    "flash_mla": ("kernels/*.py",),
     "deep_ep": ("kernels/*.py",),
     "triton": ("kernels/*.py",),
     "mooncake": ("headrace/transfer/mooncake.py", "headrace/transfer/store.py"),
@@ -74,7 +75,7 @@ def test_a_library_is_imported_at_its_door_only(package):
 
 def test_every_door_is_there():
     for package, patterns in DOORS.items():
-        if package not in ("flashinfer", "deep_ep", "triton"):  # the GPU kernels come later
+        if package not in ("flashinfer", "flash_mla", "deep_ep", "triton"):  # the GPU kernels come later
             assert any(at(path, patterns) and takes(path, package) for path in sources()), package
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import json
 import pkgutil
 import platform
@@ -19,11 +20,17 @@ from headrace.bundled_redis import server_binary
 from headrace.cli import options
 from headrace.config import Config
 from headrace.errors import ConfigError, HeadraceError
-from headrace.transfer.mooncake import why_not_mooncake
+from headrace.transfer.mooncake import why_not_link, why_not_mooncake
+from kernels.select import Backend
 
 NEVER_RUN = (
     ("Blackwell kernels (sm_100)", "never run: no such device has been available"),
-    ("several GPUs, DeepEP, NVLink transfer", "never run: needs at least two GPUs of one host"),
+    ("several GPUs, DeepEP", "never run: needs at least two GPUs of one host"),
+    ("transfer over RDMA", "never run: no such network has been available; a push never takes it unasked"),
+    (
+        "transfer over cross-node NVLink (GB200, MNNVL)",
+        "never run: in no public Mooncake wheel; a source build with -DUSE_MNNVL=ON has it",
+    ),
 )
 
 
@@ -56,7 +63,11 @@ def examine(config: Config) -> Iterator[Finding]:
         yield _guarded(package, lambda package=package: importlib.metadata.version(package))
     yield _guarded("bundled Redis (valkey-server)", lambda: server_binary().name)
     why_not = why_not_mooncake()
-    yield Finding("mooncake transfer", why_not is None, why_not or "TCP; RDMA where the host has it")
+    yield Finding("mooncake transfer over tcp", why_not is None, why_not or "rows in host memory, and in a GPU's")
+    why_not = why_not or why_not_link("nvlink_intra")
+    yield Finding(
+        "mooncake transfer over nvlink_intra", why_not is None, why_not or "CUDA IPC between processes of one host"
+    )
     yield Finding("grpc transfer", True, "the fallback, slower")
     yield _guarded("tokenizer (C++ extension)", lambda: _tokenizer(config))
     yield from _engine(config)
@@ -70,10 +81,37 @@ def _engine(config: Config) -> Iterator[Finding]:
     yield Finding("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads")
     yield Finding("CUDA device", torch.cuda.is_available(), _device_note(torch))
     yield _guarded("exact mode", lambda: _exact_mode(config))
-    for module in pkgutil.iter_modules(kernels.__path__):
-        for backend in getattr(importlib.import_module(f"kernels.{module.name}"), "BACKENDS", ()):
-            reason = backend.why_not(torch.device(config.engine.device))
-            yield Finding(f"op {module.name}: {backend.name}", reason is None, reason or "")
+    device = torch.device("cuda" if torch.cuda.is_available() else config.engine.device)
+    yield Finding("ops are looked at on", True, str(device))
+    for op, backend in ops():
+        yield _look(op, backend, device)
+
+
+def ops() -> Iterator[tuple[str, Backend]]:
+    """Every back end of every list in `kernels/`, best first: `gate`, or `mla_decode, device` for DEVICE_BACKENDS there."""
+    seen: list[object] = []
+    for entry in pkgutil.iter_modules(kernels.__path__):
+        for name, value in vars(importlib.import_module(f"kernels.{entry.name}")).items():
+            if _is_backends(value) and not any(value is other for other in seen):
+                seen.append(value)
+                form = name.lower().removesuffix("backends").strip("_").replace("_", " ")
+                yield from ((f"{entry.name}, {form}" if form else entry.name, backend) for backend in value)
+
+
+def _is_backends(value: object) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(isinstance(item, Backend) for item in value)
+
+
+def _look(op: str, backend: Backend, device) -> Finding:
+    """Whether it runs here; and, for one that says so of itself, that nobody has run it anywhere."""
+    try:
+        reason = backend.why_not(device)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    told = [reason] if reason else []
+    if "never run" in (inspect.getdoc(backend.run) or "").lower():
+        told.append("never run on such a device")
+    return Finding(f"op {op}: {backend.name}", reason is None, "; ".join(told))
 
 
 def _exact_mode(config: Config) -> str:

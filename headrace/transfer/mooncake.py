@@ -372,17 +372,23 @@ def link_in_use() -> str:
 
 def _check_link(pool: torch.Tensor) -> None:
     """Raise ConfigError when rows of this pool cannot move over the link in use."""
-    if link_in_use() != "nvlink_intra":
+    if (link := link_in_use()) != "nvlink_intra":
         return
-    reason = None
     if not pool.is_cuda:
-        reason = "moves GPU memory only; this pool is on the CPU (engine.device)"
-    elif not getattr(_load(), "SUPPORT_INTRA_NVLINK", False):
-        reason = "is not in this build of Mooncake; extra `gpu` pins one that has it"
+        reason = "it moves GPU memory only, and this pool is on the CPU (engine.device)"
     elif _is_expandable(pool):
-        reason = "shares cudaMalloc blocks; take expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF"
+        reason = "it shares cudaMalloc blocks; take expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF"
+    else:
+        reason = why_not_link(link)
     if reason:
-        raise ConfigError(f"transfer.link = 'nvlink_intra' {reason}", field="transfer.link")
+        raise ConfigError(f"transfer.link = {link!r} cannot work here: {reason}", field="transfer.link")
+
+
+def why_not_link(link: str) -> str | None:
+    """None when this host's Mooncake, which loads, has what `link` needs; else one sentence."""
+    if link == "nvlink_intra" and not getattr(_load(), "SUPPORT_INTRA_NVLINK", False):
+        return "this Mooncake is built without it; extra `gpu` pins a build that has it"
+    return None
 
 
 def _is_expandable(pool: torch.Tensor) -> bool:

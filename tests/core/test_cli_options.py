@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from headrace.cli.options import router_address
 from headrace.config import Config
@@ -45,6 +46,11 @@ def refused(*words: str) -> str:
         (("up", "--set", "mesh.run_directory=/proc/none"), "mesh.run_directory"),
         (("trace", "nothing", "--set", "mesh.run_directory=/proc/none"), "no trace nothing"),
         (("eval", "--cases", "96:1", "--set", "engine.device=pigeon"), "engine.device"),
+        (("bench", "engine", "--against", "pigeon"), "--against"),
+        (("bench", "engine", "--streams", "1,many"), "whole numbers"),
+        (("bench", "transfer", "--links", "pigeon"), "--links"),
+        (("bench", "kernels", "--groups", "pigeon"), "groups"),
+        (("bench", "rank", "--model", "pigeon"), "pigeon" if torch.cuda.is_available() else "engine.device"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_sentence(words, named):
