@@ -188,7 +188,7 @@ class GpuMoE:
 
     def prefill(self, rows: Rows) -> torch.Tensor:
         """The same in chunks."""
-        chunks = _chunks(len(rows), self.dp_chunk_tokens)
+        chunks = _chunks(rows.num_tokens, self.dp_chunk_tokens)
         if len(chunks) == 1 and not self.activation_chunk_tokens:
             return self.decode(rows)
         out = torch.empty_like(rows.plain)

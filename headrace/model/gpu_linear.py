@@ -24,7 +24,8 @@ class Rows(NamedTuple):
     plain: torch.Tensor | None = None
     fp8: Fp8Rows | None = None
 
-    def __len__(self) -> int:  # type: ignore[override]
+    @property
+    def num_tokens(self) -> int:
         return len(self.plain if self.plain is not None else self.fp8.data)
 
     def part(self, tokens: slice) -> Rows:

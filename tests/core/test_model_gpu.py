@@ -132,7 +132,7 @@ def test_only_last_tokens_are_computed_when_only_they_are_asked_for(model, monke
     work = [("a", PROMPT), ("b", NEXT)]
     every = Driver(model, num_blocks=32).run(work, "prefill")
     seen = []
-    monkeypatch.setattr(GpuMoE, "prefill", lambda self, rows: seen.append(len(rows)) or self.decode(rows))
+    monkeypatch.setattr(GpuMoE, "prefill", lambda self, rows: seen.append(rows.num_tokens) or self.decode(rows))
     last = Driver(LastTokens(model), num_blocks=32).run(work, "prefill")
     for name in ("a", "b"):
         assert relative(last[name][-1:], every[name][-1:]).max() < 0.01
