@@ -103,7 +103,7 @@ class FlashInferLinear:
             inputs = (x.abs().amax().float() / (LARGEST_CODE * LARGEST_SCALE)).clamp_min(1e-30).reshape(1)
         codes, scale = fp4_quantize(x.contiguous(), inputs.reciprocal())  # 128x4 scales
         alpha = inputs * w.global_scale
-        return mm_fp4(codes, w.packed.T, scale, w.scale.T, alpha, torch.bfloat16, y)
+        return mm_fp4(codes, w.packed.T, scale, w.scale.T, alpha, torch.bfloat16, y, backend="cutlass")
 
 
 LINEAR_BACKENDS: tuple[Backend, ...] = (

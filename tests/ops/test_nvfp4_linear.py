@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from kernels import fp8, grouped_nvfp4, nvfp4, nvfp4_linear
+from kernels import fp8, grouped_nvfp4, nvfp4, nvfp4_hopper, nvfp4_linear
 from kernels.triton_support import triton
 
 BF16_STEPS = 2.0**-7  # operands and result rounded to bf16, sums of up to 512 products in fp32
@@ -129,3 +129,41 @@ quantise = cubin(
 )
 print(len(multiply) + len(quantise))
 """
+
+
+def test_the_hopper_layout_holds_each_code_and_scale_where_its_thread_looks():
+    """Reads prepared weights as nvfp4_hopper.cu says its threads do, and finds the disk form's values."""
+    torch.manual_seed(5)
+    weight = nvfp4.quantise(torch.randn(2, 100, 256))
+    prepared = nvfp4_hopper.prepare(weight)
+    assert prepared.data.shape == (2, 2, 2, 4608)
+    codes, scales = prepared.data[..., :4096], prepared.data[..., 4096:]
+    thread = torch.arange(128)
+    rows = 16 * (thread // 32) + thread % 32 // 4
+    words = codes.reshape(2, 2, 2, 2, 128, 4, 4).contiguous().view(torch.int32)[..., 0]  # half of k, thread, word
+    found = torch.zeros(2, 128, 256)
+    for word in range(4):
+        row, block = rows + 8 * (word % 2), 2 * (thread % 4) + word // 2
+        scale = scales.reshape(2, 2, 2, 128, 4)[..., word].contiguous().view(torch.float8_e4m3fn).float()
+        for half in range(2):
+            for j, pair in enumerate(_widened(words[..., half, :, word])):
+                for side in range(2):
+                    value = (pair >> 16 * side).to(torch.int16).view(torch.float16).float() * 2.0**14 * scale
+                    for strip in range(2):
+                        for chunk in range(2):
+                            column = 128 * chunk + 16 * block + 2 * (4 * half + j) + side
+                            found[:, 64 * strip + row, column] = value[:, strip, chunk]
+    assert not found[:, 100:].any()
+    expected = nvfp4.dequantise(weight) / weight.global_scale[:, None, None]
+    torch.testing.assert_close(found[:, :100], expected, rtol=1e-6, atol=0)
+
+
+def _widened(word):
+    """`widen` of nvfp4_hopper.cu before scaling: four pairs of fp16 in the halves of int32."""
+    sign, rest = -0x7FFF8000, 0x0E000E00  # 0x80008000
+    return (
+        word & (sign | rest),
+        (word << 3) & (sign | rest),
+        ((word << 1) & sign) | ((word << 6) & rest),
+        ((word << 2) & sign) | ((word << 9) & rest),
+    )
