@@ -160,7 +160,7 @@ def test_hard_rows(triton_device, room):
 
 
 def test_ties_on_the_edge_stay_for_top_k_and_leave_by_id_for_top_p(triton_device):
-    """16 equal logits: top-k 2 keeps all of them, top-p 1/2 the first eight."""
+    """On a CPU (interpreted, slow) one draw each. 16 equal logits: top-k 2 keeps all of them, top-p 1/2 the first eight."""
     keys = (
         torch.arange(300, device=triton_device if triton_device.type == "cuda" else None)[:: 1 if False else 10] * 7919
     )
@@ -172,7 +172,7 @@ def test_ties_on_the_edge_stay_for_top_k_and_leave_by_id_for_top_p(triton_device
         ks = zeros.int() + top_k
         for room in (8,) if triton_device.type == "cpu" else (8, 64):
             got = sampling._launch(logits, keys.to(triton_device), ones, ks, ones * top_p, zeros, 64, 64, room, 4, 4)
-            assert set(got.tolist()) <= set(possible) and len(set(got.tolist())) >= min(2, len(possible))
+            assert set(got.tolist()) <= set(possible) and len(set(got.tolist())) >= min(count, len(possible))
 
 
 def test_rows_without_a_finite_logit_and_no_rows(triton_device):
