@@ -160,19 +160,18 @@ def test_hard_rows(triton_device, room):
 
 
 def test_ties_on_the_edge_stay_for_top_k_and_leave_by_id_for_top_p(triton_device):
-    """On a CPU (interpreted, slow) one draw each. 16 equal logits: top-k 2 keeps all of them, top-p 1/2 the first eight."""
-    keys = (
-        torch.arange(300, device=triton_device if triton_device.type == "cuda" else None)[:: 1 if False else 10] * 7919
-    )
-    count = len(keys)
+    """On a CPU (interpreted, slow) few draws. 16 equal logits: top-k 2 keeps all of them, top-p 1/2 the first eight."""
+    count = 4 if triton_device.type == "cpu" else 300
+    keys = torch.from_numpy(parameters(count, 40)["keys"]).to(triton_device)
     logits = torch.full((count, 40), -4.0, device=triton_device)
     logits[:, 3:19] = 1.5
     ones, zeros = torch.ones(count, device=triton_device), torch.zeros(count, device=triton_device)
     for top_k, top_p, possible in ((2, 1.0, range(3, 19)), (2, 0.5, range(3, 11)), (0, 1e-6, [3])):
         ks = zeros.int() + top_k
         for room in (8,) if triton_device.type == "cpu" else (8, 64):
-            got = sampling._launch(logits, keys.to(triton_device), ones, ks, ones * top_p, zeros, 64, 64, room, 4, 4)
-            assert set(got.tolist()) <= set(possible) and len(set(got.tolist())) >= min(count, len(possible))
+            got = sampling._launch(logits, keys, ones, ks, ones * top_p, zeros, 64, 64, room, 4, 4)
+            seen = set(got.tolist())
+            assert seen <= set(possible) and (count < 300 or seen == set(possible))
 
 
 def test_rows_without_a_finite_logit_and_no_rows(triton_device):
