@@ -58,32 +58,34 @@ class DrawnExchange:
         return self._routings[tokens]
 
     def _drawn(self, tokens: int) -> _Routing:
-        sources, experts = self._arrivals(tokens)
-        multiple = grouped_linear.row_multiple_for(-(-len(sources) // self.num_local))
+        experts = self._arrivals(tokens)
+        arrived = len(experts)
+        multiple = grouped_linear.row_multiple_for(-(-arrived // self.num_local))
         counts = torch.bincount(experts, minlength=self.num_local)
         padded = (counts + multiple - 1) // multiple * multiple
         ends = padded.cumsum(0)
         order = experts.sort(stable=True)[1]
-        sorted_experts = experts[order]
-        first = (ends - padded)[sorted_experts] - (counts.cumsum(0) - counts)[sorted_experts]
-        places = torch.arange(len(order), device=self.device) + first
-        capacity = int(ends[-1])
-        read = torch.full((capacity,), -1, dtype=torch.int32, device=self.device)
-        read[places] = (sources[order] % tokens).int()
-        starts = torch.cat((ends.new_zeros(1), ends)).int()
-        stand_ins = places[torch.randint(len(places), (tokens, self.top_k), generator=self._draw, device=self.device)]
-        rows = torch.full((tokens, self.top_k), -1, dtype=torch.int32, device=self.device)
-        plan = DevicePlan(tokens=read, rows=rows, starts=starts, counts=counts.int())
-        return _Routing(plan, stand_ins.int(), len(order))
+        shift = (ends - padded) - (counts.cumsum(0) - counts)
+        places = torch.arange(arrived, device=self.device) + shift[experts[order]]
+        read = torch.full((int(ends[-1]),), -1, dtype=torch.int32, device=self.device)
+        read[places] = (order % tokens).int()
+        copies = torch.full((-(-arrived // tokens) * tokens,), -1, dtype=torch.int32, device=self.device)
+        copies[order] = places.int()
+        plan = DevicePlan(
+            tokens=read,
+            rows=copies.view(-1, tokens).T.contiguous(),
+            starts=torch.cat((ends.new_zeros(1), ends)).int(),
+            counts=counts.int(),
+        )
+        picked = torch.randint(arrived, (tokens, self.top_k), generator=self._draw, device=self.device)
+        return _Routing(plan, places[picked].int(), arrived)
 
-    def _arrivals(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Global token and local expert of every row that arrives."""
-        sources, experts, total = [], [], tokens * self.ranks
+    def _arrivals(self, tokens: int) -> torch.Tensor:
+        """[rows that arrive] int64: the local expert of each, in the order of the tokens that sent it."""
+        experts, total = [], tokens * self.ranks
         for start in range(0, total, DRAW_AT_ONCE):
             count = min(DRAW_AT_ONCE, total - start)
             scores = torch.rand(count, self.num_experts, generator=self._draw, device=self.device)
             chosen = scores.topk(self.top_k, -1, sorted=False)[1]
-            token, place = (chosen < self.num_local).nonzero(as_tuple=True)
-            sources.append(token + start)
-            experts.append(chosen[token, place])
-        return torch.cat(sources), torch.cat(experts)
+            experts.append(chosen[chosen < self.num_local])
+        return torch.cat(experts)

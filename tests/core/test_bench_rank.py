@@ -72,6 +72,8 @@ def test_drawn_rows_arrive_as_thirty_two_ranks_would_send_them():
     real = routing.plan.tokens >= 0
     assert int(real.sum()) == arrived
     assert torch.equal(sent.rows[real], h[routing.plan.tokens[real].long()])
+    copies = routing.plan.rows
+    assert torch.equal(routing.plan.tokens[copies[copies >= 0].long()], (copies >= 0).nonzero()[:, 0].int())
     made = sent.rows
     expected = (weights[..., None] * made.float()[sent.receipt.rows.long()]).sum(1)
     combined = exchange.combine(made, sent, None)
