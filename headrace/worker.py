@@ -28,7 +28,7 @@ from headrace.transfer import mooncake_environment
 
 log = logs.get(__name__)
 
-_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8"}
 
 
 @dataclass

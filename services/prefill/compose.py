@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 
+from headrace import logs
+from headrace.cache.blocks import BlockState
 from headrace.client import KvStoreClient, Peers
 from headrace.engine.prefill import PrefillBatcher
+from headrace.engine.request import PrefillJob, PrefillSequence
 from headrace.process import Start
-from headrace.protocol import WorkerIdentity
+from headrace.protocol import SamplingParams, WorkerIdentity
 from headrace.registry import Registry
 from headrace.transfer.base import TransferSource
 from headrace.worker import Worker
 from services.prefill.core import DecodePort, Prefiller
 from services.prefill.publish import Publisher
 from services.prefill.pusher import Pusher
+
+log = logs.get(__name__)
 
 
 @contextlib.asynccontextmanager
@@ -32,6 +38,7 @@ async def open_prefiller(
 ) -> AsyncIterator[Prefiller]:
     """The core over `worker`, whose engine thread runs. `decode(address)` reaches a decode rank; None: over gRPC."""
     config = start.config
+    await warm_up(worker)
     info = worker.info("prefill", identity, transfer)
     batcher = PrefillBatcher(worker.runner, config.engine.max_batch_tokens)
     worker.engine.add_source(batcher)
@@ -65,6 +72,31 @@ async def open_prefiller(
             yield core
     finally:
         await asyncio.to_thread(pusher.stop, 2 * config.transfer.timeout_s)
+
+
+async def warm_up(worker: Worker) -> None:
+    """One short prompt and the checksum of its rows, in blocks of our own, so that the first request does not pay for the
+    first time: on a GPU kernels are compiled then."""
+    began = time.perf_counter()
+    blocks = worker.blocks.allocate(min(2, worker.blocks.num_blocks), BlockState.RUNNING)
+    try:
+        await worker.engine.call(_warm_prompt, worker, blocks)
+    finally:
+        worker.blocks.free(blocks)
+    log.info("prefill is warm", seconds=round(time.perf_counter() - began, 3))
+
+
+def _warm_prompt(worker: Worker, blocks: tuple[int, ...]) -> None:
+    length = min((len(blocks) - 1) * worker.layout.block_size + 1, worker.max_context_tokens)
+    failures: list[Exception] = []
+    sequence = PrefillSequence(0, [0] * length, list(blocks))
+    job = PrefillJob("warm-up", [sequence], SamplingParams(max_tokens=1), on_error=failures.append)
+    batcher = PrefillBatcher(worker.runner, length)
+    batcher.add(job)
+    batcher.run_once()
+    if failures:
+        raise failures[0]
+    worker.rows.checksum(0, blocks, 0, length)
 
 
 def _catalogue(registry: Registry, peers: Peers) -> KvStoreClient | None:
