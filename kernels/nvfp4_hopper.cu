@@ -43,10 +43,11 @@ struct Problem {
     const float* global_scale;                  // [experts]
     const int* bounds;                          // contiguous: starts[experts + 1]; masked: counts[experts]; dense: unused
     __nv_bfloat16* out;
+    float* partial;                             // [parts][rows][n] sums without their scales, where parts > 1
     long long out_stride;
     int mode, rows, x_rows;                     // rows: of one expert where masked
     int experts, strips, chunks, n;             // strips and chunks of one expert
-    int strips_each;                            // of one block of threads
+    int strips_each, chunks_each;               // of one block of threads
     int stages;                                 // of the ring
 };
 
@@ -64,6 +65,23 @@ __device__ __forceinline__ Span span_of(const Problem& p, int expert) {
         return {begin, begin, min(p.bounds[expert + 1], p.rows) - begin};
     }
     return {0, 0, p.rows};
+}
+
+// Strips of the next pass out of those left: few passes, of about the same size, none across experts.
+__device__ __forceinline__ int next_pass(int left, int in_expert) {
+    left = min(left, in_expert);
+    int passes = (left + kStripsTogether - 1) / kStripsTogether;
+    return (left + passes - 1) / passes;
+}
+
+// A block's share of k.
+struct Part {
+    int begin, chunks;
+};
+
+__device__ __forceinline__ Part part_of(const Problem& p) {
+    int begin = blockIdx.y * p.chunks_each;
+    return {begin, min(p.chunks_each, p.chunks - begin)};
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -240,10 +258,6 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[STRIPS][N / 2], Ring&
     if (released && thread % 32 == 0) barrier_arrive(released);
 }
 
-__device__ __forceinline__ void store_pair(__nv_bfloat16* to, float low, float high) {
-    *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(low, high);
-}
-
 // Neighbouring lanes of a column of sums trade, so that each stores two neighbouring columns of one row of y.
 template <int STRIPS, int N>
 __device__ __forceinline__ void store_tile(const Problem& p, float (&sum)[STRIPS][N / 2], int expert, int first_strip,
@@ -255,17 +269,20 @@ __device__ __forceinline__ void store_tile(const Problem& p, float (&sum)[STRIPS
     for (int i = 0; i < N / 8; ++i) {
         int row = first_row + 8 * i + 2 * t + odd;
         bool real = row < span.count;
-        float scale = real ? p.row_scale[span.x_begin + row] * factor : 0.0f;
+        float scale = real && !p.partial ? p.row_scale[span.x_begin + row] * factor : 1.0f;
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s) {
             int column = (first_strip + s) * kStrip + thread / 32 * 16 + (g & ~1);
             __nv_bfloat16* to = p.out + (long long)(span.out_begin + row) * p.out_stride + column;
+            float* partial = p.partial + ((long long)blockIdx.y * p.rows + row) * p.n + column;
 #pragma unroll
             for (int low = 0; low < 2; ++low) {
                 float even_row = sum[s][4 * i + 2 * low], odd_row = sum[s][4 * i + 2 * low + 1];
                 float got = __shfl_xor_sync(0xFFFFFFFFu, odd ? even_row : odd_row, 4);
-                if (real && column + 8 * low < p.n)
-                    store_pair(to + 8 * low, (odd ? got : even_row) * scale, (odd ? odd_row : got) * scale);
+                float left = odd ? got : even_row, right = odd ? odd_row : got;
+                if (!real || column + 8 * low >= p.n) continue;
+                if (p.partial) *reinterpret_cast<float2*>(partial + 8 * low) = make_float2(left, right);
+                else *reinterpret_cast<__nv_bfloat162*>(to + 8 * low) = __floats2bfloat162_rn(left * scale, right * scale);
             }
         }
     }
@@ -275,7 +292,7 @@ template <int STRIPS, int N>
 __device__ __forceinline__ void consume(const Problem& p, Ring& ring, int expert, int first_strip, uint32_t strips_at,
                                         Span span, int first_row, int thread) {
     float sum[STRIPS][N / 2];
-    multiply_tile<STRIPS, N>(sum, ring, p.chunks, strips_at, thread);
+    multiply_tile<STRIPS, N>(sum, ring, part_of(p).chunks, strips_at, thread);
     wait_for_previous_launch();
     store_tile<STRIPS, N>(p, sum, expert, first_strip, span, first_row, thread);
 }
@@ -291,16 +308,17 @@ __device__ __forceinline__ void skip_tile(Ring& ring, int chunks, int thread) {
 template <int N>
 __device__ __forceinline__ void produce(const Problem& p, Ring& ring, int first, int last) {
     bool waited = false;
+    Part part = part_of(p);
     ring.parity = 1;                            // every stage begins empty
     for (int strip = first, together; strip < last; strip += together) {
         int expert = strip / p.strips;
-        together = min(min(kStripsTogether, last - strip), p.strips - strip % p.strips);
+        together = next_pass(last - strip, p.strips - strip % p.strips);
         Span span = span_of(p, expert);
         const uint8_t* weight = p.weight + (long long)strip * p.chunks * kStripBytes;
         for (int row = 0; row < span.count; row += N) {
             int x_bytes = min(N, (span.count - row + 7) / 8 * 8) * 128;
             const uint8_t* x = p.x + (long long)(span.x_begin + row) * 128;
-            for (int chunk = 0; chunk < p.chunks; ++chunk) {
+            for (int chunk = part.begin; chunk < part.begin + part.chunks; ++chunk) {
                 barrier_wait(ring.empty_barrier(), ring.parity);
                 uint32_t full = ring.full_barrier(), here = ring.here();
                 barrier_expect(full, together * kStripBytes + 2 * x_bytes);
@@ -322,14 +340,14 @@ __device__ __forceinline__ void consume_all(const Problem& p, Ring& ring, int fi
     int group = threadIdx.x / 128, thread = threadIdx.x % 128;
     for (int strip = first, together; strip < last; strip += together) {
         int expert = strip / p.strips, in_expert = strip % p.strips;
-        together = min(min(kStripsTogether, last - strip), p.strips - in_expert);
+        together = next_pass(last - strip, p.strips - in_expert);
         int mine = group == 0 ? (together + 1) / 2 : together / 2, before = group == 0 ? 0 : (together + 1) / 2;
         uint32_t strips_at = 2 * N * 128 + before * kStripBytes;
         Span span = span_of(p, expert);
         for (int row = 0; row < span.count; row += N) {
             if (mine == 2) consume<2, N>(p, ring, expert, in_expert + before, strips_at, span, row, thread);
             else if (mine == 1) consume<1, N>(p, ring, expert, in_expert + before, strips_at, span, row, thread);
-            else skip_tile(ring, p.chunks, thread);
+            else skip_tile(ring, part_of(p).chunks, thread);
         }
     }
 }
@@ -355,10 +373,10 @@ __global__ void __launch_bounds__(kThreads, 1) multiply_kernel(const Problem p) 
     __syncthreads();
     int first = blockIdx.x * p.strips_each, last = min(first + p.strips_each, p.experts * p.strips);
     if (threadIdx.x >= kConsumers) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == kConsumers) produce<N>(p, ring, first, last);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         consume_all<N>(p, ring, first, last);
     }
 }
@@ -429,6 +447,22 @@ __global__ void __launch_bounds__(kRowThreads) rows_kernel(const Rows p) {
     }
 }
 
+// ---- sums over the parts of k ----
+
+__global__ void __launch_bounds__(256) add_kernel(const Problem p, int parts) {
+    long long pairs = (long long)p.rows * p.n / 2, pair = blockIdx.x * 256ll + threadIdx.x;
+    if (pair >= pairs) return;
+    float2 total = make_float2(0.0f, 0.0f);
+    for (int part = 0; part < parts; ++part) {
+        float2 one = reinterpret_cast<const float2*>(p.partial)[part * pairs + pair];
+        total.x += one.x;
+        total.y += one.y;
+    }
+    long long row = pair / (p.n / 2), column = pair % (p.n / 2) * 2;
+    float scale = p.row_scale[row] * p.global_scale[0] * kTakenOut;
+    *reinterpret_cast<__nv_bfloat162*>(p.out + row * p.out_stride + column) = __floats2bfloat162_rn(total.x * scale, total.y * scale);
+}
+
 }  // namespace
 
 // 0, or a CUDA error.
@@ -447,7 +481,7 @@ extern "C" int hr_nvfp4_rows(const void* x, const void* x_scale, long long x_str
 namespace {
 
 template <int N>
-int launch(Problem& p, bool overlap, cudaStream_t stream) {
+int launch(Problem& p, int parts, bool overlap, cudaStream_t stream) {
     int stage_bytes = 2 * N * 128 + kStripsTogether * kStripBytes, room = 227 * 1024 - 1024 - 2 * 8 * kMaxStages;
     p.stages = room / stage_bytes < kMaxStages ? room / stage_bytes : kMaxStages;
     int bytes = p.stages * stage_bytes + 1024, strips = p.experts * p.strips;
@@ -457,34 +491,38 @@ int launch(Problem& p, bool overlap, cudaStream_t stream) {
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3((strips + p.strips_each - 1) / p.strips_each);
+    config.gridDim = dim3((strips + p.strips_each - 1) / p.strips_each, parts);
     config.blockDim = dim3(kThreads);
     config.dynamicSmemBytes = bytes;
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = overlap ? 1 : 0;
     error = cudaLaunchKernelEx(&config, multiply_kernel<N>, p);
+    if (error == cudaSuccess && parts > 1)
+        add_kernel<<<((long long)p.rows * p.n / 2 + 255) / 256, 256, 0, stream>>>(p, parts);
     return error != cudaSuccess ? error : cudaGetLastError();
 }
 
 }  // namespace
 
-// tile: rows of x multiplied at once: 16, 32, 64 or 128. overlap: begin while the launch before still runs; allowed only
-// right after hr_nvfp4_rows. 0, a CUDA error, or -2 for sizes that it does not take.
+// tile: rows of x multiplied at once: 16, 32, 64 or 128. strips_each: of one block of threads. parts: of k, for as many
+// blocks; more than one only where dense, with `partial` of parts * rows * n floats. overlap: begin while the launch
+// before still runs; allowed only right after hr_nvfp4_rows. 0, a CUDA error, or -2 for sizes that it does not take.
 extern "C" int hr_nvfp4_multiply(const void* weight, const void* x, const void* row_scale, const void* global_scale,
-                                 const void* bounds, void* out, long long out_stride, int mode, int rows, int x_rows,
-                                 int experts, int n, int k, int tile, int multiprocessors, int overlap, void* stream) {
-    if (k % kStep || n % 2) return -2;
-    int strips = (n + kStrip - 1) / kStrip, each = (experts * strips + multiprocessors - 1) / multiprocessors;
+                                 const void* bounds, void* out, void* partial, long long out_stride, int mode, int rows,
+                                 int x_rows, int experts, int n, int k, int tile, int strips_each, int parts, int overlap,
+                                 void* stream) {
+    if (k % kStep || n % 2 || strips_each < 1 || parts < 1 || (parts > 1 && (mode != kDense || !partial))) return -2;
     Problem p{static_cast<const uint8_t*>(weight), static_cast<const uint8_t*>(x), static_cast<const float*>(row_scale),
               static_cast<const float*>(global_scale), static_cast<const int*>(bounds), static_cast<__nv_bfloat16*>(out),
-              out_stride, mode, rows, x_rows, experts, strips, k / kStep, n, each, 0};
+              parts > 1 ? static_cast<float*>(partial) : nullptr, out_stride, mode, rows, x_rows, experts,
+              (n + kStrip - 1) / kStrip, k / kStep, n, strips_each, (k / kStep + parts - 1) / parts, 0};
     cudaStream_t on = static_cast<cudaStream_t>(stream);
     switch (tile) {
-        case 16: return launch<16>(p, overlap, on);
-        case 32: return launch<32>(p, overlap, on);
-        case 64: return launch<64>(p, overlap, on);
-        case 128: return launch<128>(p, overlap, on);
+        case 16: return launch<16>(p, parts, overlap, on);
+        case 32: return launch<32>(p, parts, overlap, on);
+        case 64: return launch<64>(p, parts, overlap, on);
+        case 128: return launch<128>(p, parts, overlap, on);
         default: return -2;
     }
 }

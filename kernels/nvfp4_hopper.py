@@ -89,10 +89,11 @@ def multiply(
     out: torch.Tensor,
     *,
     tile: int | None = None,
+    split: tuple[int, int] | None = None,
     overlap: bool = True,
 ) -> torch.Tensor:
-    """`tile` rows are multiplied at once: by default the fewest of TILES that hold a typical expert's rows. `overlap`:
-    the product's launch begins while the rows' launch still runs."""
+    """`tile` rows are multiplied at once: by default the fewest of TILES that hold a typical expert's rows. `split`: see
+    `split_for`. `overlap`: the product's launch begins while the rows' launch still runs."""
     fp8 = isinstance(rows, Fp8Rows)
     data, scale = rows if fp8 else (rows, None)
     experts, num_rows, k = len(w.data), data.shape[-2], data.shape[-1]
@@ -118,13 +119,39 @@ def multiply(
     if tile is None:
         typical = num_rows // experts if mode == CONTIGUOUS else num_rows
         tile = next((one for one in TILES if one >= typical), TILES[-1])
+    processors = cuda_library.multiprocessors(data.device)
+    most_parts = 1 if mode != DENSE else k // STEP
+    each, parts = split or split_for(experts * w.data.shape[1], k // STEP, min(num_rows, tile), most_parts, processors)
+    partial = torch.empty(parts, num_rows, w.n, device=data.device) if parts > 1 else None
     code = library().hr_nvfp4_multiply(
         w.data.data_ptr(), x.data_ptr(), row_scale.data_ptr(), w.global_scale.data_ptr(), at, out.data_ptr(),
-        out.stride(-2), mode, num_rows, x_rows, experts, w.n, k, tile, cuda_library.multiprocessors(data.device),
-        overlap, stream,
+        None if partial is None else partial.data_ptr(), out.stride(-2), mode, num_rows, x_rows, experts, w.n, k, tile,
+        each, parts, overlap, stream,
     )  # fmt: skip
     _check(code)
     return out
+
+
+@functools.cache
+def split_for(strips: int, chunks: int, rows: int, most_parts: int, processors: int) -> tuple[int, int]:
+    """(strips, parts of k): how a product is cut into at most one block of threads for each multiprocessor.
+
+    A block of many strips reads its rows of x for all of them once; cutting k keeps every multiprocessor busy then, and
+    costs writing and adding partial sums. The rates are round figures of an H200, for choosing only: nanoseconds a byte
+    of one multiprocessor's share of memory and of the L2 cache.
+    """
+    from_memory, from_cache = 1 / 30, 1 / 42
+
+    def cost(each: int, parts: int) -> float:
+        weight, x = each * STRIP_BYTES, -(-each // 4) * rows * 2 * STEP
+        steps = -(-chunks // parts) * max(weight * from_memory, (weight + x) * from_cache)
+        return steps + (0 if parts == 1 else 2500 + parts * rows * strips * STRIP * 8 / 4000)
+
+    least = -(-strips // processors)
+    choices = [(least, 1)]
+    for each in range(least, 9):
+        choices += [(each, parts) for parts in range(2, processors // -(-strips // each) + 1) if parts <= most_parts]
+    return min(choices, key=lambda choice: cost(*choice))
 
 
 def _check(code: int) -> None:
@@ -133,7 +160,7 @@ def _check(code: int) -> None:
 
 
 SOURCE = Path(__file__).with_name("nvfp4_hopper.cu")
-_SIGNATURES = {"hr_nvfp4_rows": "pplllipiiiiippp", "hr_nvfp4_multiply": "ppppppliiiiiiiiip"}
+_SIGNATURES = {"hr_nvfp4_rows": "pplllipiiiiippp", "hr_nvfp4_multiply": "pppppppliiiiiiiiiip"}
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64}
 
 
