@@ -96,7 +96,8 @@ class TransferConfig:
     backend: str = "mooncake"
     """`mooncake`, `local` (same process) or `grpc`."""
     link: str = "tcp"
-    """What Mooncake moves bytes over: `tcp`, or `nvlink_intra` between processes of one host (CUDA IPC)."""
+    """What Mooncake moves bytes over: `tcp`, or `nvlink_intra` between GPU processes of one host (CUDA IPC). Over the latter a
+    decode process that must fence a silent writer off ends itself: docs/performance.md."""
     min_port: int = 21000
     max_port: int = 22999
     """Mooncake's own listening ports."""
@@ -254,6 +255,14 @@ def check(config: Config) -> None:
         )
     if config.transfer.backend not in ("mooncake", "local", "grpc"):
         raise ConfigError(f"transfer.backend = {config.transfer.backend!r}", field="transfer.backend")
+    if config.transfer.link not in ("tcp", "nvlink_intra"):
+        raise ConfigError(
+            f"transfer.link = {config.transfer.link!r} is neither tcp nor nvlink_intra", field="transfer.link"
+        )
+    if config.transfer.link == "nvlink_intra" and config.engine.device == "cpu":
+        raise ConfigError(
+            "transfer.link = 'nvlink_intra' moves GPU memory only, and engine.device is 'cpu'", field="transfer.link"
+        )
     if config.registry.lease_s <= 2 * config.registry.heartbeat_s:
         raise ConfigError(
             f"registry.lease_s = {config.registry.lease_s} must be more than two heartbeats of {config.registry.heartbeat_s} s",

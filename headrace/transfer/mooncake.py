@@ -11,6 +11,8 @@ What shaped this file, seen with 0.3.13.post1 over TCP:
 - Without its connection pool every write takes a new connection, and timers armed outside the engine's own thread get
   corrupted: an engine then spun for ever in its destructor. So the pool is not a choice. With it, 459 fences under the
   pushes of two writers, 683 of which failed and replaced their engine, ended as they should.
+- Over nvlink_intra (CUDA IPC) a writer maps the target's memory once and then asks nobody: with the target's engine destroyed its
+  writes land and succeed. So a target on that link has no fence but the end of its process.
 - An engine never forgets what it learned about a peer. A source whose push failed therefore takes a new engine.
 """
 
@@ -28,7 +30,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from headrace.config import environment_value
 from headrace.errors import ConfigError, TransferError
@@ -54,6 +56,8 @@ WINDOW = 128
 SHORTEST_NAP_S, LONGEST_NAP_S = 20e-6, 200e-6
 OPEN_TRIES = 32
 DESTRUCTOR_LIMIT_S = 15.0
+UNFENCED_EXIT_CODE = 71
+"""Of a decode process that had to end because its link knows no fence."""
 
 _opening = threading.Lock()
 """Held while an engine opens, so that the sockets that appear are known to be its own."""
@@ -123,7 +127,7 @@ class MooncakeTarget:
         self._geometry = geometry_of(pool)
         _check_environment()
         _check_build(pool.is_cuda)
-        _check_link(pool)
+        self._link = _check_link(pool)
         self._lock = threading.Lock()
         self._closed = False
         self._ending: list[_Engine] = []
@@ -137,7 +141,12 @@ class MooncakeTarget:
         return self._geometry.describe(BACKEND, engine.session)
 
     def fence(self) -> TargetDescriptor:
-        """As TransferTarget. The old session ends even when no new one can be opened; call again to try for one."""
+        """As TransferTarget. The old session ends even when no new one can be opened; call again to try for one.
+
+        Over nvlink_intra it ends this process, because nothing less ends a writer's mapping of our memory.
+        """
+        if self._link == "nvlink_intra":
+            _end_with_our_memory()
         with self._lock:
             if self._closed:
                 raise TransferError("this transfer target is closed", reason=FAILED)
@@ -300,6 +309,12 @@ def _start(host: str) -> tuple[Any, frozenset[int]]:
     raise TransferError("no unused port for a transfer engine; widen transfer.min_port..max_port", reason=FAILED)
 
 
+def _end_with_our_memory() -> NoReturn:
+    """Ends the process at once. Its requests go on elsewhere, as after any death of a decode rank."""
+    logger.critical("nvlink_intra: a late write cannot be kept out of this process's memory, so the process ends")
+    os._exit(UNFENCED_EXIT_CODE)
+
+
 @contextlib.contextmanager
 def _alive_or_dead() -> Iterator[None]:
     """End the process, with every thread's traceback, if the block takes `DESTRUCTOR_LIMIT_S`.
@@ -370,10 +385,10 @@ def link_in_use() -> str:
     return named[0]
 
 
-def _check_link(pool: torch.Tensor) -> None:
-    """Raise ConfigError when rows of this pool cannot move over the link in use."""
+def _check_link(pool: torch.Tensor) -> str:
+    """The link in use. Raises ConfigError when rows of this pool cannot move over it."""
     if (link := link_in_use()) != "nvlink_intra":
-        return
+        return link
     if not pool.is_cuda:
         reason = "it moves GPU memory only, and this pool is on the CPU (engine.device)"
     elif _is_expandable(pool):
@@ -382,6 +397,7 @@ def _check_link(pool: torch.Tensor) -> None:
         reason = why_not_link(link)
     if reason:
         raise ConfigError(f"transfer.link = {link!r} cannot work here: {reason}", field="transfer.link")
+    return link
 
 
 def why_not_link(link: str) -> str | None:

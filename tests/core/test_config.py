@@ -104,6 +104,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         (["prefill.renew_every_s=5"], "prefill.renew_every_s"),
         (["transfer.timeout_s=4"], "transfer.timeout_s"),
         (["transfer.backend=pigeon"], "transfer.backend"),
+        (["transfer.link=pigeon"], "transfer.link"),
+        (["transfer.link=nvlink_intra"], "transfer.link"),
         (["registry.lease_s=2"], "registry.lease_s"),
         (["engine.num_blocks=0"], "engine.num_blocks"),
         (["mesh.decode_ranks=0"], "mesh.decode_ranks"),
@@ -217,3 +219,9 @@ def test_numbers_arrive_as_they_were_written(values):
     for path, value in values.items():
         part, name = path.split(".")
         assert getattr(getattr(loaded, part), name) == value
+
+
+def test_the_settings_that_are_shipped_load():
+    loaded = config.load(Path(__file__).resolve().parents[2] / "compose" / "h200.toml", environment={})
+    assert loaded.engine.device == "cuda:0" and loaded.transfer.link == "tcp"
+    assert config.load(flags=["transfer.link=nvlink_intra", "engine.device=cuda:0"]).transfer.link == "nvlink_intra"

@@ -441,6 +441,18 @@ def test_a_destructor_that_hangs_ends_the_process():
     assert ended.returncode == 1 and "Timeout" in ended.stderr and time.perf_counter() - began < 12
 
 
+def test_a_target_whose_link_knows_no_fence_ends_its_process_instead():
+    code = (
+        "import torch; from headrace import config; from headrace.transfer import mooncake, mooncake_environment, open_target\n"
+        "config.apply_environment(mooncake_environment())\n"
+        "target = open_target('mooncake', torch.zeros(1, 4, 4, 4), '127.0.0.1'); target._link = 'nvlink_intra'\n"
+        "try: target.fence()\n"
+        "finally: print('still here')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == mooncake.UNFENCED_EXIT_CODE and "still here" not in ended.stdout, ended.stderr
+
+
 def test_fences_amid_the_pushes_of_two_writers_leave_no_one_stuck(start_peer, full):
     rows = torch.zeros(SMALL)
     target = open_target("mooncake", rows, "127.0.0.1")
