@@ -12,7 +12,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -270,6 +270,7 @@ class RankBench:
     ) -> dict[str, Any]:
         ops = roofline.step_ops(self.config, share, row["phase"])
         limit_us = roofline.total_us(ops, self.ceilings)
+        fast = replace(self.ceilings, fp8_tflops=self.ceilings.fp8_fast_accum_tflops)
         tokens = row["tokens_per_step"]
         return {
             **row,
@@ -277,6 +278,7 @@ class RankBench:
             "tokens_per_s": tokens / step_s,
             "roofline_tokens_per_s": tokens / limit_us * 1e6,
             "fraction": limit_us / (step_s * 1e6),
+            "fraction_by_fast_accum_ceiling": roofline.total_us(ops, fast) / (step_s * 1e6),
             "per_op": [
                 {key: row[key] for key in ("phase", "tokens_per_step", "kv_dtype")} | entry
                 for entry in op_times.beside_the_roofline(ops, self.ceilings, profile)

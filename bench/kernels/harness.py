@@ -23,11 +23,17 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this device gave in this run."""
+    """What this device gave in this run.
+
+    fp8_tflops             with fp32 accumulation, as DeepSeek's block format needs it: the best of tensor-wise and row-wise
+                           scales. The limits of our ops use it
+    fp8_fast_accum_tflops  with the tensor cores' own narrower accumulator; for comparison
+    """
 
     copy_gb_s: float
     bf16_tflops: float
     fp8_tflops: float
+    fp8_fast_accum_tflops: float = 0.0
 
     def limit_us(self, num_bytes: float, flops: float = 0.0, dtype: str = "bf16") -> float:
         """The roofline time of one call: bytes over the copy rate or FLOP over the rate of `dtype` (bf16 or fp8)."""
@@ -54,22 +60,28 @@ class Row:
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Fixed calls: a 4 GiB copy and 8192 ** 3 products in bf16 and e4m3 (one scale a tensor), random data."""
+    """Fixed calls: a 4 GiB copy and 8192 ** 3 products in bf16 and e4m3, random data."""
     copy_us = _copy_us(device)
     size = 8192
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     bf16_us = time_us([lambda: torch.mm(a, b.T)])
     a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
-    fp8_us = time_us([lambda: torch._scaled_mm(a8, b8.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)])
-    flops = 2 * size**3
-    return Ceilings(2 * (4 << 30) / copy_us * 1e-3, flops / bf16_us * 1e-6, flops / fp8_us * 1e-6)
+    scales = [(one, one), (torch.ones(size, 1, device=device), torch.ones(1, size, device=device))]
+
+    def fp8_us(fast: bool) -> float:
+        options = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
+        return min(time_us([lambda: torch._scaled_mm(a8, b8.T, *pair, **options)]) for pair in scales)
+
+    flops = 2e-6 * size**3
+    return Ceilings(2 * (4 << 30) / copy_us * 1e-3, flops / bf16_us, flops / fp8_us(False), flops / fp8_us(True))
 
 
 def _copy_us(device: torch.device) -> float:
-    source = torch.randint(-128, 127, (4 << 30,), dtype=torch.int8, device=device)
+    """The faster of torch's copy and of one made of loads and stores; the copy engine's own path is slower here."""
+    source = torch.randn(1 << 30, device=device)
     target = torch.empty_like(source)
-    return time_us([lambda: target.copy_(source)])
+    return min(time_us([lambda: target.copy_(source)], graph=False), time_us([lambda: torch.neg(source, out=target)]))
 
 
 def sets_for(num_bytes: int, most: int = 16) -> int:
