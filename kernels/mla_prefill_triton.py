@@ -131,7 +131,7 @@ def tuning_for(qk_dim: int, value_dim: int, longest: int, wide: bool) -> Tuning:
         return Tuning(32, 32, 4, 1)
     if longest <= 64:
         return Tuning(max(16, triton.next_power_of_2(longest)), 64, 4, 2)
-    return Tuning(128, 64, 8, 2) if qk_dim + value_dim > 256 else Tuning(128, 64, 4, 3)
+    return Tuning(128, 64, 8, 3) if qk_dim + value_dim > 256 else Tuning(128, 64, 4, 3)
 
 
 class Plan(NamedTuple):

@@ -14,14 +14,15 @@ __all__ = ["FlashInferVarlen", "needs_flashinfer"]
 
 QK_DIM, VALUE_DIM = 192, 128
 WORKSPACE_BYTES = 128 << 20
+PLANS = 4  # that may be alive at a time
 
 
 class FlashInferVarlen:
-    """Holds one wrapper a device: a new plan replaces the one before it, so run all layers of a step before the next."""
+    """A plan lives until PLANS more were made on its device; all run on one stream."""
 
     def __init__(self) -> None:
-        self._wrappers: dict[torch.device, Any] = {}
-        self._copied: dict[torch.device, Any] = {}
+        self._plans: dict[torch.device, list[_Planned]] = {}
+        self._made = 0
 
     @staticmethod
     def misfit(qk_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
@@ -32,27 +33,38 @@ class FlashInferVarlen:
     def plan(
         self, query_lens: Sequence[int], context_lens: Sequence[int], heads: int, qk_dim: int, value_dim: int,
         scale: float, device: torch.device, dtype: torch.dtype = torch.bfloat16,
-    ) -> Any:  # fmt: skip
-        """Host work, then asynchronous copies; waits for the copies of the plan before (pinned memory is shared)."""
+    ) -> _Planned:  # fmt: skip
+        """Host work, then asynchronous copies."""
         reason = self.misfit(qk_dim, value_dim, dtype)
         assert reason is None, f"FlashInfer's ragged prefill {reason}"
-        wrapper = self._wrapper(torch.device(device))
-        copied = self._copied.setdefault(wrapper.device, torch.cuda.Event())
-        copied.synchronize()
-        starts = [torch.tensor([0, *accumulate(lens)], dtype=torch.int32) for lens in (query_lens, context_lens)]
-        wrapper.plan(
-            *starts, heads, heads, qk_dim, value_dim, causal=True, sm_scale=scale, q_data_type=dtype, kv_data_type=dtype
-        )
-        copied.record()
-        return wrapper
+        planned = self._next(torch.device(device))
+        planned.replace(query_lens, context_lens, heads, scale)
+        return planned
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
-        return plan.run(q, k, v)
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: _Planned) -> torch.Tensor:
+        return plan.wrapper.run(q, k, v)
 
-    def _wrapper(self, device: torch.device) -> Any:
-        if device not in self._wrappers:
-            from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
-
+    def _next(self, device: torch.device) -> _Planned:
+        if device not in self._plans:
             workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-            self._wrappers[device] = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa3")
-        return self._wrappers[device]
+            self._plans[device] = [_Planned(workspace) for _ in range(PLANS)]
+        self._made += 1
+        return self._plans[device][self._made % PLANS]
+
+
+class _Planned:
+    """FlashInfer's wrapper keeps one plan, in device and pinned memory of its own."""
+
+    def __init__(self, workspace: torch.Tensor):
+        from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+
+        self.wrapper: Any = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa3")
+        self._copied = torch.cuda.Event()
+
+    def replace(self, query_lens: Sequence[int], context_lens: Sequence[int], heads: int, scale: float) -> None:
+        self._copied.synchronize()  # the copy of the plan before it read the same pinned memory
+        starts = [torch.tensor([0, *accumulate(lens)], dtype=torch.int32) for lens in (query_lens, context_lens)]
+        self.wrapper.plan(
+            *starts, heads, heads, QK_DIM, VALUE_DIM, causal=True, sm_scale=scale, q_data_type=torch.bfloat16
+        )
+        self._copied.record()

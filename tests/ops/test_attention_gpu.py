@@ -166,13 +166,13 @@ def test_a_captured_decode_follows_new_lengths_and_tables(gpu, name, q_dtype, po
     op = opened(case, name, SCALE)
     lens = case.context_lens
 
-    def plan():
-        return op.plan(case.tables, lens, lens.cpu().numpy())
+    def host_plan():
+        return op.plan(case.tables, lens, np.asarray(case.lens, dtype=np.int32))
 
     def step():
-        return op.run(case.q, case.pool, plan() if op.graph_safe else first)
+        return op.run(case.q, case.pool, op.plan(case.tables, lens, None) if op.graph_safe else first)
 
-    first = plan()
+    first = host_plan()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -186,7 +186,7 @@ def test_a_captured_decode_follows_new_lengths_and_tables(gpu, name, q_dtype, po
     case.tables.copy_(case.tables[order].clone())
     lens.copy_(torch.tensor(case.lens, dtype=torch.int32))
     if not op.graph_safe:
-        plan()
+        host_plan()
     out.fill_(float("nan"))
     graph.replay()
     bound = 0.2 if q_dtype == E4M3 and name == "flash_mla" else 3e-2
@@ -232,6 +232,19 @@ def test_every_varlen_prefill_equals_the_reference_at_full_width(gpu, name, lens
     if backend.why_not(gpu):
         pytest.skip(f"{name} {backend.why_not(gpu)}")
     check_varlen(backend.run, lens, (192, 128), torch.bfloat16, gpu, 4e-2)
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "triton", "torch"])
+def test_two_plans_of_a_step_live_side_by_side(gpu, name):
+    op = next(backend for backend in mla_prefill.VARLEN_BACKENDS if backend.name == name)
+    if op.why_not(gpu):
+        pytest.skip(f"{name} {op.why_not(gpu)}")
+    lens = ([130, 40], [130, 70]), ([1, 1], [130, 70])
+    plans = [op.run.plan(*each, 2, 192, 128, SCALE, gpu) for each in lens]
+    for each, plan in zip(lens, plans, strict=True):
+        q, k, v = prompt(*each, 2, 192, 128, torch.bfloat16, gpu)
+        want = mla_prefill.reference(q.float().cpu(), k.float().cpu(), v.float().cpu(), *each, SCALE)
+        assert (op.run.run(q, k, v, plan).float().cpu() - want).abs().max() < 4e-2
 
 
 def test_tiles_cover_every_query_once_and_the_longest_come_first():
