@@ -75,6 +75,17 @@ def test_rows_of_another_process_land_in_their_rows_of_gpu_memory_and_nowhere_el
     target.close()
 
 
+def test_a_push_of_many_scattered_runs_lands_whole(link, start_peer):
+    shape = [1, 5000, 1, 160]  # a run a row, more than one batch of them
+    rows, theirs = torch.zeros(shape, device="cuda"), pattern(shape, seed=1)
+    target, writer = open_target("mooncake", rows, "127.0.0.1"), start_peer(shape)
+    runs = plan_runs(range(5000), list(reversed(range(5000))), 0, 5000, 1)
+    assert writer.push(target.descriptor(), 0, runs)["written"] == 5000 * 640
+    torch.cuda.synchronize()
+    assert torch.equal(rows.cpu(), theirs.flip(1))
+    target.close()
+
+
 def test_a_checksum_right_after_the_push_sees_the_rows_while_the_device_is_busy(link, start_peer):
     latent = LatentPool(*SMALL, torch.float32, torch.device("cuda"))
     target, rows = open_target("mooncake", latent.rows, "127.0.0.1"), Rows(latent)
