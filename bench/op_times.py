@@ -60,6 +60,12 @@ def group_of(kernel: str) -> str:
     return next((name for name, _, pattern in GROUPS if re.search(pattern, kernel, re.IGNORECASE)), kernel[:80])
 
 
+def flops_of(group: str, ops: Sequence[Op]) -> float:
+    """FLOP of a group's ops in one step."""
+    members = next(members for name, members, _ in GROUPS if name == group)
+    return sum(op.count * op.flops for op in ops if op.name in members)
+
+
 def beside_the_roofline(ops: Sequence[Op], ceilings: Ceilings, kernels: dict[str, float]) -> list[dict[str, Any]]:
     """[{op, roofline_us, measured_us}], groups first, then kernels nobody knows; whole steps."""
     measured: dict[str, float] = {}

@@ -16,8 +16,12 @@ def draw_all(directory: Path) -> list[Path]:
 
     matplotlib.use("Agg")
     made = []
-    for name, draw in (("kernels", _kernels), ("rank", _rank), ("prefill_sweep", _sweep)):
-        source = directory / f"{name}.json"
+    for name, source_name, draw in (
+        ("kernels", "kernels", _kernels),
+        ("rank", "rank", _rank),
+        ("prefill", "rank", _sweep),
+    ):
+        source = directory / f"{source_name}.json"
         if source.exists():
             figure = draw(json.loads(source.read_text(encoding="utf-8")))
             figure.savefig(directory / f"{name}.png", dpi=110, bbox_inches="tight", metadata={"Software": None})
@@ -48,9 +52,10 @@ def _rank(result: dict[str, Any]):
     phases = [phase for phase in ("decode", "prefill") if any(row["phase"] == phase for row in result["rows"])]
     figure, axes = plt.subplots(1, len(phases), figsize=(5 * len(phases), 4), squeeze=False)
     for axis, phase in zip(axes[0], phases, strict=True):
-        rows = [row for row in result["rows"] if row["phase"] == phase]
+        rows = [row for row in result["rows"] if row["phase"] == phase and "skipped" not in row]
         for kv in sorted({row["kv_dtype"] for row in rows}):
-            some = sorted((row for row in rows if row["kv_dtype"] == kv), key=lambda row: row["tokens_per_step"])
+            kept = (row for row in rows if row["kv_dtype"] == kv and not row.get("moe_chunk_tokens"))
+            some = sorted(kept, key=lambda row: row["tokens_per_step"])
             steps = [row["tokens_per_step"] for row in some]
             axis.plot(steps, [row["tokens_per_s"] for row in some], "o-", label=f"measured, {kv} KV")
             axis.plot(steps, [row["roofline_tokens_per_s"] for row in some], "--", label=f"roofline, {kv} KV")
@@ -68,7 +73,8 @@ def _sweep(result: dict[str, Any]):
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(6, 4))
-    rows = sorted(result["rows"], key=lambda row: row["tokens_per_step"])
+    whole = (row for row in result["rows"] if row.get("moe_chunk_tokens") == 0 and "skipped" not in row)
+    rows = sorted(whole, key=lambda row: row["tokens_per_step"])
     steps = [row["tokens_per_step"] for row in rows]
     for name in ("mla_tflops", "moe_tflops"):
         axis.plot(steps, [row[name] for row in rows], "o-", label=name.removesuffix("_tflops").upper())

@@ -33,6 +33,7 @@ from headrace.model.random_weights import PUBLISHED, published_config, random_tr
 from headrace.protocol import SamplingParams
 
 BLOCK_SIZE = 64
+CHUNK = 8192  # tokens that go through a MoE layer at a time in the chunked rows
 WARM_STEPS, STEPS = 4, 24
 SPREAD = 0.1  # contexts are uniform within this share of the asked one
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -49,7 +50,8 @@ def run(
     decode_batches: Sequence[int] = (64, 128, 256, 512),
     context: int = 3072,
     kv_dtypes: Sequence[str] = ("bf16", "fp8"),
-    prefill_tokens: Sequence[int] = (16384, 32768, 65536),
+    prefill_tokens: Sequence[int] = (4096, 8192, 16384, 32768, 65536, 131072),
+    chunked: Sequence[int] = (65536,),
     prompt_tokens: int = 4096,
     num_layers: int | None = None,
     repeats: int = 2,
@@ -58,7 +60,8 @@ def run(
     """{model, ep, ceilings, rows, per_op, precision, host}; a row that does not fit says so in `skipped`.
 
     rows    [{phase, batch, context, kv_dtype, tokens_per_step, step_ms, tokens_per_s, roofline_tokens_per_s, fraction,
-            communication}]; context: rows a token attends to, on average (decode); tokens a prompt (prefill)
+            communication}]; context: rows a token attends to, on average (decode); tokens a prompt (prefill). Prefill rows
+            also have moe_chunk_tokens (0: whole), and mla_tflops and moe_tflops, which their kernels reached
     per_op  [{phase, tokens_per_step, kv_dtype, op, roofline_us, measured_us}], whole steps
     Raises ConfigError without a CUDA device or for an unknown model or dtype.
     """
@@ -74,8 +77,8 @@ def run(
     for kv_dtype in kv_dtypes:
         for batch in decode_batches:
             _collect(bench.decode(batch, context, kv_dtype), rows, per_op, progress)
-    for tokens in prefill_tokens:
-        _collect(bench.prefill(tokens, prompt_tokens, kv_dtypes[0], repeats), rows, per_op, progress)
+    for tokens, chunk in [*((tokens, 0) for tokens in prefill_tokens), *((tokens, CHUNK) for tokens in chunked)]:
+        _collect(bench.prefill(tokens, prompt_tokens, kv_dtypes[0], repeats, chunk), rows, per_op, progress)
     return {**bench.about(), "rows": rows, "per_op": per_op}
 
 
@@ -207,19 +210,30 @@ class RankBench:
 
     # --- prefill ---
 
-    def prefill(self, tokens: int, prompt_tokens: int, kv_dtype: str, repeats: int) -> dict[str, Any]:
+    def prefill(self, tokens: int, prompt_tokens: int, kv_dtype: str, repeats: int, chunk: int) -> dict[str, Any]:
         """Median time of a prefill step of whole prompts that together have `tokens` tokens."""
         count = max(1, tokens // prompt_tokens)
         length = tokens // count
         blocks = -(-(length + 1) // BLOCK_SIZE)
+        row = {
+            "phase": "prefill",
+            "batch": count,
+            "context": length,
+            "kv_dtype": kv_dtype,
+            "tokens_per_step": tokens,
+            "moe_chunk_tokens": chunk,
+            "communication": NOT_INCLUDED,
+        }
         parts = self.open(kv_dtype, count * blocks, 1, length + 1)
         batcher = PrefillBatcher(parts.runner, tokens)
-        seconds = []
-        for turn in range(repeats + 1):
-            seconds.append(self._prefill_once(batcher, count, length, blocks, turn))
-        profile = op_times.kernel_times(
-            lambda: self._prefill_once(batcher, count, length, blocks, repeats + 1), calls=1
-        )
+        self.transformer.moe_dp_chunk_tokens = chunk
+        try:
+            profile = op_times.kernel_times(lambda: self._prefill_once(batcher, count, length, blocks, 0), calls=1)
+            seconds = [self._prefill_once(batcher, count, length, blocks, 1 + turn) for turn in range(repeats)]
+        except torch.OutOfMemoryError as error:
+            return {**row, "skipped": str(error).partition(".")[0]}
+        finally:
+            self.transformer.moe_dp_chunk_tokens = 0
         share = roofline.Share(
             tokens=tokens,
             expert_rows=self.exchange.arrived(tokens),
@@ -230,15 +244,12 @@ class RankBench:
             kv_bytes=KV_DTYPES[kv_dtype].itemsize,
             expert_weight_bytes=self._expert_weight_bytes(),
         )
-        row = {
-            "phase": "prefill",
-            "batch": count,
-            "context": length,
-            "kv_dtype": kv_dtype,
-            "tokens_per_step": tokens,
-            "communication": NOT_INCLUDED,
-        }
-        return self._row(row, share, statistics.median(seconds[1:]), profile)
+        made = self._row(row, share, statistics.median(seconds), profile)
+        for name, op in (("mla_tflops", "attention"), ("moe_tflops", "grouped experts")):
+            us = next((entry["measured_us"] for entry in made["per_op"] if entry["op"] == op), 0.0)
+            flops = op_times.flops_of(op, roofline.step_ops(self.config, share, "prefill"))
+            made[name] = flops / us * 1e-6 if us else None
+        return made
 
     def _prefill_once(self, batcher: PrefillBatcher, count: int, length: int, blocks: int, seed: int) -> float:
         draws = np.random.default_rng(seed)

@@ -71,7 +71,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
     def fp8_us(fast: bool) -> float:
         options = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
-        return min(time_us([lambda: torch._scaled_mm(a8, b8.T, *pair, **options)]) for pair in scales)
+        return min(time_us([lambda pair=pair: torch._scaled_mm(a8, b8.T, *pair, **options)]) for pair in scales)
 
     flops = 2e-6 * size**3
     return Ceilings(2 * (4 << 30) / copy_us * 1e-3, flops / bf16_us, flops / fp8_us(False), flops / fp8_us(True))
