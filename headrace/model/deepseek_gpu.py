@@ -204,11 +204,13 @@ class GpuTransformer:
             if on_layer is not None:
                 on_layer(layer)
             del rows
-            delta = block.attention.attend(q, latent_rows, rows_of_layer, step, last=layer == last)
+            if layer == last and batch.last_token_logits:
+                self._attend_with_last_tokens(step, batch)
+            delta = block.attention.attend(q, latent_rows, rows_of_layer, step)
             del q, latent_rows
             if layer == last:
                 x = x.index_select(0, batch.logit_indices)
-                delta = delta if step.last_rows is not None else delta.index_select(0, batch.logit_indices)
+                delta = delta if step.query_rows is not None else delta.index_select(0, batch.logit_indices)
             delta = block.ffn.prefill(self.kernels.norm(x, delta, block.ffn_norm, eps, *block.ffn.wants))
         return self._logits(x, delta)
 
@@ -223,14 +225,14 @@ class GpuTransformer:
             attention=self.prefill_attention,
             plan=self._plan_prefill(query_lens, context_lens),
         )
-        if batch.last_token_logits and count > len(query_lens):
-            step.last_rows, step.last_plan = (
-                batch.logit_indices,
-                self._plan_prefill([1] * len(query_lens), context_lens),
-            )
         if query_lens != context_lens:
             step.context_slots = packed_context_slots(batch.block_tables, context_lens, pool.block_size)
         return step
+
+    def _attend_with_last_tokens(self, step: PrefillStep, batch: ForwardBatch) -> None:
+        """From here on. Not planned with the step: some back ends keep one plan at a time."""
+        context_lens = list(batch.context_lens)
+        step.query_rows, step.plan = batch.logit_indices, self._plan_prefill([1] * len(context_lens), context_lens)
 
     def _plan_prefill(self, query_lens: list[int], context_lens: list[int]) -> Any:
         config = self.config

@@ -51,8 +51,7 @@ class PrefillStep:
     store: latent_store.Plan
     attention: Any
     plan: Any
-    last_plan: Any = None
-    last_rows: torch.Tensor | None = None
+    query_rows: torch.Tensor | None = None
     context_slots: torch.Tensor | None = None
 
 
@@ -119,19 +118,16 @@ class GpuAttention:
         self.kernels.latent_store(q, latent_rows, self.kv_norm, INNER_NORM_EPS, step.cos, step.sin, pool, step.store)
         return q, latent_rows
 
-    def attend(
-        self, q: torch.Tensor, latent_rows: torch.Tensor, pool: torch.Tensor, step: PrefillStep, *, last: bool
-    ) -> torch.Tensor:
-        """-> [t, hidden], or of the last layer's chosen tokens [n, hidden]."""
+    def attend(self, q: torch.Tensor, latent_rows: torch.Tensor, pool: torch.Tensor, step: PrefillStep) -> torch.Tensor:
+        """-> [t, hidden], or of the step's `query_rows` only [n, hidden]."""
         if step.context_slots is not None:
             latent_rows = _gathered(pool, step.context_slots, q.dtype)
         expanded = self.kv_b(self.kernels.rows(latent_rows[:, : self.latent], self.kv_b.wants))
         expanded = expanded.unflatten(1, (self.heads, -1))
         k = self.kernels.concat_mla_k(expanded[..., : self.nope], latent_rows[:, self.latent :])
-        plan = step.plan
-        if last and step.last_rows is not None:
-            q, plan = q.index_select(0, step.last_rows), step.last_plan
-        out = step.attention.run(q, k, expanded[..., self.nope :], plan)
+        if step.query_rows is not None:
+            q = q.index_select(0, step.query_rows)
+        out = step.attention.run(q, k, expanded[..., self.nope :], step.plan)
         del expanded, k, q
         return self.out(self.kernels.rows(out.flatten(1), self.out.wants))
 

@@ -139,6 +139,27 @@ def test_only_last_tokens_are_computed_when_only_they_are_asked_for(model, monke
     assert seen == [2], "the last layer has run its experts on more than two tokens"
 
 
+class OnePlan:
+    """A prefill attention that keeps one plan at a time, as FlashInfer's does."""
+
+    def __init__(self, attention):
+        self.attention, self.latest = attention, None
+
+    def plan(self, *sizes):
+        self.latest = self.attention.plan(*sizes)
+        return self.latest
+
+    def run(self, q, k, v, plan):
+        assert plan is self.latest, "a newer plan has replaced this one"
+        return self.attention.run(q, k, v, plan)
+
+
+def test_a_prefill_runs_each_plan_before_it_makes_the_next(model, monkeypatch):
+    monkeypatch.setattr(model, "prefill_attention", OnePlan(model.prefill_attention))
+    last = Driver(LastTokens(model), num_blocks=32).run([("a", PROMPT), ("b", NEXT)], "prefill")
+    assert last["b"][-1].abs().sum() > 0
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "fp8"])
 @pytest.mark.parametrize("dp, activation", [(7, 0), (0, 5), (16, 3)])
 def test_moe_chunks_change_no_result(directory, recipe, dp, activation):
