@@ -42,37 +42,36 @@ def run(
     variables for both processes."""
     rows: list[dict[str, Any]] = []
     skipped: list[dict[str, str]] = []
-    hardware: dict[str, Any] = {}
-    for link, memory in cases:
-        progress(f"{link}, {memory} memory")
-        try:
-            with _pair(link, memory, max(sizes), environment or {}) as (source, target):
-                hardware = source.ask(do="hardware") | hardware
+    with _pair(environment or {}) as (source, target):
+        hardware = source.ask(do="hardware")
+        for link, memory in cases:
+            progress(f"{link}, {memory} memory")
+            try:
+                for end in (source, target):
+                    end.ask(do="open", link=link, memory=memory, blocks=max(sizes))
                 for blocks in sizes:
                     rows += [_measure(source, target, link, memory, shape, blocks) for shape in ("one run", "blocks")]
-        except _CannotRun as error:
-            skipped.append({"link": link, "memory": memory, "why": str(error)})
+            except _CannotRun as error:
+                skipped.append({"link": link, "memory": memory, "why": str(error)})
     return {"hardware": hardware, "rows": rows, "skipped": skipped}
 
 
 class _CannotRun(Exception):
-    """A process of the pair said why it cannot go on."""
+    """A process of the pair said why a case cannot run."""
 
 
 class _Process:
     """One end, asked in JSON lines."""
 
-    def __init__(self, role: str, link: str, memory: str, blocks: int, environment: dict[str, str]):
-        told = json.dumps({"role": role, "link": link, "memory": memory, "blocks": blocks})
+    def __init__(self, role: str, environment: dict[str, str]):
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "bench.transfer", told],
+            [sys.executable, "-m", "bench.transfer", role],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
             env={**os.environ, **environment, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
         )
-        self.pid = self._child.pid
 
     def ask(self, **question: Any) -> dict[str, Any]:
         """Its answer. Raises _CannotRun for an error or an end."""
@@ -100,9 +99,9 @@ class _Process:
 
 
 @contextmanager
-def _pair(link: str, memory: str, blocks: int, environment: dict[str, str]) -> Iterator[tuple[_Process, _Process]]:
+def _pair(environment: dict[str, str]) -> Iterator[tuple[_Process, _Process]]:
     """(source, target), ready."""
-    ends = [_Process(role, link, memory, blocks, environment) for role in ("source", "target")]
+    ends = [_Process(role, environment) for role in ("source", "target")]
     try:
         for end in ends:
             end.answer()
@@ -135,42 +134,51 @@ def _measure(source: _Process, target: _Process, link: str, memory: str, shape: 
 # --- one end ---------------------------------------------------------------------------------------------------------
 
 
-def _main(told: dict[str, Any]) -> None:
-    from headrace import config as configuration
+def _main(role: str) -> None:
     from headrace.errors import HeadraceError
-    from headrace.transfer import mooncake_environment
 
-    configuration.apply_environment(mooncake_environment(link=told["link"]))
-    try:
-        end = _End(told)
-        print(json.dumps({"ready": True}), flush=True)
-        for line in sys.stdin:
-            question = json.loads(line)
-            print(json.dumps(getattr(end, question.pop("do"))(**question)), flush=True)
-    except (HeadraceError, RuntimeError) as error:
-        print(json.dumps({"error": str(error).partition("\n")[0]}), flush=True)
+    end = _End(role)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            answer = getattr(end, question.pop("do"))(**question)
+        except (HeadraceError, RuntimeError) as error:
+            answer = {"error": str(error).partition("\n")[0]}
+        print(json.dumps(answer), flush=True)
     os._exit(0)
 
 
 class _End:
-    """The pool and its source or target. Each method answers one question."""
+    """A pool and its source or target, opened anew for each case. Each public method answers one question."""
 
-    def __init__(self, told: dict[str, Any]):
+    def __init__(self, role: str):
+        import torch
+
+        torch.set_num_threads(1)
+        self._role, self._end = role, None
+
+    def open(self, link: str, memory: str, blocks: int) -> dict[str, Any]:
+        """Room for `blocks` twice, in this memory, written over this link. Mooncake looks for the link at each engine's start."""
         import torch
 
         from headrace.cache.latent import LatentPool
         from headrace.cache.rows import Rows
-        from headrace.transfer import open_source, open_target
+        from headrace.transfer import mooncake, mooncake_environment, open_source, open_target
 
-        torch.set_num_threads(1)
-        if told["memory"] == "cuda" and not torch.cuda.is_available():
+        if memory == "cuda" and not torch.cuda.is_available():
             raise RuntimeError("no GPU is visible to torch")
-        self._device = torch.device(told["memory"])
-        self._blocks = 2 * told["blocks"]
+        if self._end is not None:
+            self._end.close()
+        for variable in mooncake.LINKS.values():
+            os.environ.pop(variable, None)
+        os.environ.update(mooncake_environment(link=link))
+        self._device, self._blocks = torch.device(memory), 2 * blocks
         self._latent = LatentPool(1, self._blocks, BLOCK_SIZE, ROW_DIM, torch.bfloat16, self._device)
         self._rows = Rows(self._latent)
-        opened = open_source if told["role"] == "source" else open_target
-        self._end: Any = opened("mooncake", self._latent.rows, "127.0.0.1")
+        opened: Any = open_source if self._role == "source" else open_target
+        self._end = opened("mooncake", self._latent.rows, "127.0.0.1")
+        return {"opened": True}
 
     def hardware(self) -> dict[str, Any]:
         """What this runs on."""
@@ -214,4 +222,4 @@ class _End:
 
 
 if __name__ == "__main__":
-    _main(json.loads(sys.argv[1]))
+    _main(sys.argv[1])
