@@ -126,12 +126,12 @@ class Masked:
 
 
 CONTIGUOUS_BACKENDS: tuple[Backend, ...] = (
-    Backend("triton", Contiguous(TritonGrouped), why_not=needs_triton),
     Backend("cuda", Contiguous(HopperGrouped), why_not=nvfp4_hopper.why_not),
+    Backend("triton", Contiguous(TritonGrouped), why_not=needs_triton),
     Backend("reference", Contiguous(ReferenceGrouped)),
 )
 MASKED_BACKENDS: tuple[Backend, ...] = (
-    Backend("triton", Masked(TritonGrouped), why_not=needs_triton),
     Backend("cuda", Masked(HopperGrouped), why_not=nvfp4_hopper.why_not),
+    Backend("triton", Masked(TritonGrouped), why_not=needs_triton),
     Backend("reference", Masked(ReferenceGrouped)),
 )

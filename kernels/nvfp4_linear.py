@@ -108,7 +108,7 @@ class FlashInferLinear:
 
 LINEAR_BACKENDS: tuple[Backend, ...] = (
     Backend("flashinfer", FlashInferLinear, why_not=flashinfer_why_not),
-    Backend("triton", TritonLinear, why_not=needs_triton),
     Backend("cuda", HopperLinear, why_not=nvfp4_hopper.why_not),
+    Backend("triton", TritonLinear, why_not=needs_triton),
     Backend("reference", ReferenceLinear),
 )
