@@ -50,40 +50,39 @@ def _torch(pool_layer: torch.Tensor, slots: torch.Tensor, first_position: int) -
 @jit
 def _kernel(
     words, slots, positions, columns, total, addend, num_rows, num_words,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One program sums ROWS rows, COLUMNS words at a time. A product of 32 and 64 bits is two multiply-adds: the weight is
+    """One program sums COLUMNS words of ROWS rows. A product of 32 and 64 bits is two multiply-adds: the weight is
     low + 2**32 * high with a signed low half, and of high's product only 32 bits count."""
-    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     slot = tl.load(slots + row, mask=row < num_rows, other=0)
+    here = (row < num_rows)[:, None] & (column < num_words)[None, :]
+    word = tl.load(words + slot[:, None] * num_words + column[None, :], mask=here, other=0).to(tl.int32)
+    weight = tl.load(columns + column, mask=column < num_words, other=0)
+    low = weight.to(tl.int32)
+    high = ((weight - low.to(tl.int64)) >> 32).to(tl.int32)
+    product = word.to(tl.int64) * low.to(tl.int64)[None, :] + ((word * high[None, :]).to(tl.int64) << 32)
+    of_vector = tl.sum(tl.reshape(product, (ROWS, COLUMNS // VECTOR, VECTOR)), 2)  # a thread's own, if it loads 4 words
     position = tl.load(positions + row, mask=row < num_rows, other=0)  # padding has weight 0
-    at = words + slot[:, None] * num_words + column[None, :]
-    low_sum = tl.zeros((ROWS, COLUMNS), tl.int64)
-    high_sum = tl.zeros((ROWS, COLUMNS), tl.int32)
-    for piece in range(PIECES):
-        valid = piece * COLUMNS + column < num_words
-        weight = tl.load(columns + piece * COLUMNS + column, mask=valid, other=0)
-        low = weight.to(tl.int32)
-        high = ((weight - low.to(tl.int64)) >> 32).to(tl.int32)
-        word = tl.load(at + piece * COLUMNS, mask=(row < num_rows)[:, None] & valid[None, :], other=0).to(tl.int32)
-        low_sum += word.to(tl.int64) * low.to(tl.int64)[None, :]
-        high_sum += word * high[None, :]
-    by_row = tl.sum(low_sum + (high_sum.to(tl.int64) << 32), 1) + addend
-    tl.atomic_add(total, tl.sum(by_row * position, 0), sem="relaxed")
+    summed = tl.sum(tl.sum(of_vector * position[:, None], 1), 0)
+    if tl.program_id(0) == 0:
+        summed += addend * tl.sum(position, 0)
+    tl.atomic_add(total, summed, sem="relaxed")
 
 
 def _triton(
-    pool_layer: torch.Tensor, slots: torch.Tensor, first_position: int, rows: int = 64, num_warps: int = 4
+    pool_layer: torch.Tensor, slots: torch.Tensor, first_position: int, elements: int = 8192, num_warps: int = 4
 ) -> torch.Tensor:
     words = _words(pool_layer)
     num_words, device = words.shape[1], words.device
     total = torch.zeros((), dtype=torch.int64, device=device)
     if len(slots):
-        columns = max(16, min(64, num_words & -num_words))
-        _kernel[(triton.cdiv(len(slots), rows),)](
+        columns = max(16, min(32, num_words & -num_words))
+        rows = min(elements // columns, max(16, triton.next_power_of_2(len(slots)) // 32))
+        _kernel[(triton.cdiv(num_words, columns), triton.cdiv(len(slots), rows))](
             words, slots, position_weights(first_position, len(slots), device), _column_weights(num_words, device), total,
-            _addend_of_a_row(num_words), len(slots), num_words,
-            rows, columns, triton.cdiv(num_words, columns), num_warps=num_warps,
+            _addend_of_a_row(num_words), len(slots), num_words, rows, columns, 4, num_warps=num_warps,
         )  # fmt: skip
     return total
 

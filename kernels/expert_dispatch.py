@@ -251,23 +251,29 @@ def reference_permute(x: torch.Tensor | fp8.Fp8Rows, plan: DevicePlan) -> torch.
 @jit
 def _permute_kernel(
     words, scale, scale_stride, made, made_scale, made_scale_stride, rows, starts, counts, num_tokens, num_words, num_groups,
-    TOP_K: tl.constexpr, CHOICES: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, PADDING: tl.constexpr,
+    TOP_K: tl.constexpr, CHOICES: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr,
+    PADDING: tl.constexpr,
 ):  # fmt: skip
-    """One program a token: it is read once and written wherever it goes. PADDING programs an expert zero its padding."""
+    """Each program reads TOKENS tokens once each and writes them wherever they go; most go nowhere. The last PADDING
+    programs an expert zero its padding."""
     program, word, group = tl.program_id(0), tl.arange(0, WORDS), tl.arange(0, GROUPS)
     valid, its_group = word < num_words, group < num_groups
-    if program < num_tokens:
+    readers = tl.cdiv(num_tokens, TOKENS)
+    if program < readers:
         choice = tl.arange(0, CHOICES)
-        if tl.max(tl.load(rows + program * TOP_K + choice, mask=choice < TOP_K, other=-1), 0) >= 0:
-            values = tl.load(words + program.to(tl.int64) * num_words + word, mask=valid, other=0)
-            scales = tl.load(scale + group * scale_stride + program, mask=its_group, other=0)
-            for place in tl.static_range(TOP_K):
-                row = tl.load(rows + program * TOP_K + place).to(tl.int64)
-                tl.store(made + row * num_words + word, values, mask=valid & (row >= 0))
-                tl.store(made_scale + group * made_scale_stride + row, scales, mask=its_group & (row >= 0))
+        for token in range(program * TOKENS, tl.minimum(program * TOKENS + TOKENS, num_tokens)):
+            if tl.max(tl.load(rows + token * TOP_K + choice, mask=choice < TOP_K, other=-1), 0) >= 0:
+                wide_token = tl.zeros((WORDS,), tl.int64) + token
+                values = tl.load(words + wide_token * num_words + word, mask=valid, other=0)
+                scales = tl.load(scale + group * scale_stride + token, mask=its_group, other=0)
+                for place in tl.static_range(TOP_K):
+                    row = tl.load(rows + token * TOP_K + place).to(tl.int64)
+                    if row >= 0:
+                        tl.store(made + row * num_words + word, values, mask=valid)
+                        tl.store(made_scale + group * made_scale_stride + row, scales, mask=its_group)
     else:
-        expert = (program - num_tokens) // PADDING
-        first = tl.load(starts + expert) + tl.load(counts + expert) + (program - num_tokens) % PADDING
+        expert = (program - readers) // PADDING
+        first = tl.load(starts + expert) + tl.load(counts + expert) + (program - readers) % PADDING
         for row in range(first, tl.load(starts + expert + 1), PADDING):
             wide_row = tl.zeros((WORDS,), tl.int64) + row
             tl.store(made + wide_row * num_words + word, tl.zeros((WORDS,), tl.int32), mask=valid)
@@ -275,7 +281,9 @@ def _permute_kernel(
             tl.store(made_scale + group * made_scale_stride + row, zeros, mask=its_group)
 
 
-def _triton_permute(x: torch.Tensor | fp8.Fp8Rows, plan: DevicePlan) -> torch.Tensor | fp8.Fp8Rows:
+def _triton_permute(
+    x: torch.Tensor | fp8.Fp8Rows, plan: DevicePlan, per_program: int = 0, num_warps: int = 0
+) -> torch.Tensor | fp8.Fp8Rows:
     data, scale = x if isinstance(x, fp8.Fp8Rows) else (x, None)
     num_tokens, width = data.shape
     capacity, num_bytes = len(plan.tokens), width * data.element_size()
@@ -288,12 +296,13 @@ def _triton_permute(x: torch.Tensor | fp8.Fp8Rows, plan: DevicePlan) -> torch.Te
     groups = 0 if scale is None else scale.shape[1]
     top_k, num_words = plan.rows.shape[1], num_bytes // 4
     words = triton.next_power_of_2(num_words)
-    _permute_kernel[(num_tokens + len(plan.counts) * PADDING_PROGRAMS,)](
+    per_program = per_program or (1 if num_tokens < 4096 else 8)
+    _permute_kernel[(triton.cdiv(num_tokens, per_program) + len(plan.counts) * PADDING_PROGRAMS,)](
         data.view(torch.int32), data if scale is None else scale, 0 if scale is None else scale.stride(1),
         made.view(torch.int32), made if scale is None else made_scale, 0 if scale is None else made_scale.stride(1),
         plan.rows, plan.starts, plan.counts, num_tokens, num_words, groups,
-        top_k, triton.next_power_of_2(top_k), words, triton.next_power_of_2(max(groups, 1)), PADDING_PROGRAMS,
-        num_warps=min(8, max(1, words // 512)),
+        top_k, triton.next_power_of_2(top_k), words, triton.next_power_of_2(max(groups, 1)), per_program,
+        PADDING_PROGRAMS, num_warps=num_warps or min(8, max(1, words // 512)),
     )  # fmt: skip
     return made if scale is None else fp8.Fp8Rows(made, made_scale)
 
@@ -319,8 +328,9 @@ def _combine_kernel(
     total = tl.zeros((COLUMNS,), tl.float32)
     for place in tl.static_range(TOP_K):
         row = tl.load(plan_rows + token * TOP_K + place).to(tl.int64)
-        weight = tl.load(weights + token * TOP_K + place)
-        total += weight * tl.load(rows + row * width + column, mask=here & (row >= 0), other=0.0).to(tl.float32)
+        if row >= 0:
+            weight = tl.load(weights + token * TOP_K + place)
+            total += weight * tl.load(rows + row * width + column, mask=here, other=0.0).to(tl.float32)
     if SHARED:
         total += tl.load(shared + token * width + column, mask=here, other=0.0).to(tl.float32)
     tl.store(made + token * width + column, total.to(made.dtype.element_ty), mask=here)

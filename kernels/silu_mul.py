@@ -17,7 +17,7 @@ from kernels import fp8
 from kernels.select import Backend
 from kernels.triton_support import jit, needs_triton, tl, triton
 
-PROGRAMS = 132 * 16  # rows are shared out among at most about this many programs, however many `limit` leaves idle
+PROGRAMS = 132 * 16  # with a limit, rows are shared out among at most about this many programs
 
 
 def reference(gate_up: torch.Tensor) -> torch.Tensor:
@@ -35,43 +35,56 @@ def _torch(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @jit
+def _tile(
+    gate_up, row_stride, made, scale, scale_stride, tile, last, inner,
+    QUANTISE: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Rows [tile * ROWS, last) at most ROWS of them, and this program's GROUPS * 128 columns."""
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    here = (row < last)[:, None, None] & (column < inner)[None]
+    at = gate_up + row[:, None, None] * row_stride + column[None]
+    gate = tl.load(at, mask=here, other=0.0)
+    up = tl.load(at + inner, mask=here, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    values = (wide / (1.0 + tl.exp(-wide)) * up).to(gate.dtype)
+    to = row[:, None, None] * inner + column[None]
+    if QUANTISE:
+        codes, scales = fp8.quantise_tile(values.to(tl.float32))
+        tl.store(made + to, codes, mask=here)
+        valid = (row < last)[:, None] & (group * 128 < inner)[None, :]
+        tl.store(scale + group[None, :] * scale_stride + row[:, None], scales, mask=valid)
+    else:
+        tl.store(made + to, values, mask=here)
+
+
+@jit
 def _kernel(
     gate_up, row_stride, made, scale, scale_stride, limit, num_rows, inner,
     QUANTISE: tl.constexpr, LIMITED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of [ROWS, GROUPS, 128]; programs along axis 0 walk down the rows until `limit`."""
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    last = num_rows
+    """One tile a program; with a limit, the programs of axis 0 share out the tiles before it."""
     if LIMITED:
         last = tl.minimum(tl.load(limit), num_rows)
-    for tile in range(tl.program_id(0), tl.cdiv(last, ROWS), tl.num_programs(0)):
-        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        here = (row < last)[:, None, None] & (column < inner)[None]
-        at = gate_up + row[:, None, None] * row_stride + column[None]
-        gate = tl.load(at, mask=here, other=0.0)
-        up = tl.load(at + inner, mask=here, other=0.0).to(tl.float32)
-        wide = gate.to(tl.float32)
-        values = (wide / (1.0 + tl.exp(-wide)) * up).to(gate.dtype)
-        to = row[:, None, None] * inner + column[None]
-        if QUANTISE:
-            codes, scales = fp8.quantise_tile(values.to(tl.float32))
-            tl.store(made + to, codes, mask=here)
-            valid = (row < last)[:, None] & (group * 128 < inner)[None, :]
-            tl.store(scale + group[None, :] * scale_stride + row[:, None], scales, mask=valid)
-        else:
-            tl.store(made + to, values, mask=here)
+        for tile in range(tl.program_id(0), tl.cdiv(last, ROWS), tl.num_programs(0)):
+            _tile(gate_up, row_stride, made, scale, scale_stride, tile, last, inner, QUANTISE, ROWS, GROUPS)
+    else:
+        tile = tl.program_id(0)
+        _tile(gate_up, row_stride, made, scale, scale_stride, tile, num_rows, inner, QUANTISE, ROWS, GROUPS)
 
 
 def _launch(
     gate_up: torch.Tensor, made: torch.Tensor, scale: torch.Tensor | None, limit: torch.Tensor | None,
-    rows: int = 8, groups: int = 4, num_warps: int = 4,
+    rows: int = 1, groups: int = 16, num_warps: int = 8, programs: int = PROGRAMS,
 ) -> None:  # fmt: skip
     num_rows, inner = made.shape
     if not made.numel():
         return
     across = triton.cdiv(inner, groups * fp8.GROUP)
-    down = min(triton.cdiv(num_rows, rows), max(1, PROGRAMS // across))
+    down = triton.cdiv(num_rows, rows)
+    if limit is not None:
+        down = min(down, max(1, programs // across))
     _kernel[(down, across)](
         gate_up, gate_up.stride(0), made, made if scale is None else scale, 0 if scale is None else scale.stride(1),
         made if limit is None else limit, num_rows, inner, scale is not None, limit is not None,
