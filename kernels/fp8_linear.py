@@ -131,9 +131,7 @@ class CublasLinear:
         if tokens % CUBLAS_TOKENS or w.data.shape[0] != w.k:
             data, scale = _padded_rows(rows, -tokens % CUBLAS_TOKENS, w.data.shape[0])
         direct = out is not None and len(data) == tokens and w.data.shape[1] == w.n and out.is_contiguous()
-        made = torch._scaled_mm(
-            data, w.data, scale, w.scale, out_dtype=torch.bfloat16, use_fast_accum=True, out=out if direct else None
-        )
+        made = torch._scaled_mm(data, w.data, scale, w.scale, out_dtype=torch.bfloat16, out=out if direct else None)
         if direct:
             return made
         made = made[:tokens, : w.n]

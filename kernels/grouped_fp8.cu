@@ -23,9 +23,11 @@ constexpr int kStep = 128;               // of k, in one stage: one scale, and o
 constexpr int kSlab = 64;                // rows of one wgmma
 constexpr int kSlabBytes = kSlab * kStep;
 constexpr int kMaxSlabs = 4;
+constexpr int kScaleBytes = kMaxSlabs * kSlab * 4;  // of a stage's rows, at its end
 constexpr int kMaxExperts = 128;
 constexpr int kMaxStages = 16;
 constexpr int kConsumers = 2;            // warpgroups
+constexpr int kPieceBytes = 16 * 64 * 2; // of the staging memory: one warp's 16 rows of 64 columns
 constexpr int kThreads = (kConsumers + 1) * 128;
 
 enum Mode { kDense = 0, kContiguous = 1, kMasked = 2 };
@@ -47,6 +49,7 @@ struct Tables {
     int first_tile[kMaxExperts + 1], begin[kMaxExperts], end[kMaxExperts];
     int stage_bytes, stages;
     uint64_t full[kMaxStages], empty[kMaxStages];
+    float w_scale[kMaxStages];
 };
 
 struct Tile {
@@ -56,6 +59,15 @@ struct Tile {
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
+
+__device__ __forceinline__ float load_shared(uint32_t address) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+    return value;
+}
+
+// Keeps the compiler from working a number out anew at each use.
+__device__ __forceinline__ void keep(uint32_t& number) { asm volatile("" : "+r"(number)); }
 
 // ---- mbarriers ----
 
@@ -79,6 +91,15 @@ __device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, int block) 
         "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(shared_address(barrier)),
         "r"(block)
         : "memory");
+}
+
+// Counts one arrival of the thread once its copies so far have landed.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void copy_float(uint32_t to, const float* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
@@ -195,18 +216,20 @@ __device__ __forceinline__ void pair_sync(int warp) { asm volatile("bar.sync %0,
 // Adds the second warpgroup's sums to the first's, thread by thread, through the pair's two pieces of `staging`.
 template <int N>
 __device__ __forceinline__ void add_other_group(float (&sum)[N / 2], char* staging, int group, int warp, int lane) {
-    constexpr int kPiece = 16 * N * 2;   // bytes of one warp
-    float* upper = reinterpret_cast<float*>(staging + warp * kPiece) + lane;
-    float* lower = reinterpret_cast<float*>(staging + (4 + warp) * kPiece) + lane;
-    pair_sync(warp);                     // nobody stores rows from there any more
-    if (group == 1) {
+    float* upper = reinterpret_cast<float*>(staging + warp * kPieceBytes) + lane;
+    float* lower = reinterpret_cast<float*>(staging + (4 + warp) * kPieceBytes) + lane;
 #pragma unroll
-        for (int i = 0; i < N / 4; ++i) upper[32 * i] = sum[i], lower[32 * i] = sum[N / 4 + i];
-    }
-    pair_sync(warp);
-    if (group == 0) {
+    for (int first = 0; first < N / 2; first += 32) {
+        pair_sync(warp);                 // nobody reads what was there any more
+        if (group == 1) {
 #pragma unroll
-        for (int i = 0; i < N / 4; ++i) sum[i] += upper[32 * i], sum[N / 4 + i] += lower[32 * i];
+            for (int i = 0; i < 16; ++i) upper[32 * i] = sum[first + i], lower[32 * i] = sum[first + 16 + i];
+        }
+        pair_sync(warp);
+        if (group == 0) {
+#pragma unroll
+            for (int i = 0; i < 16; ++i) sum[first + i] += upper[32 * i], sum[first + 16 + i] += lower[32 * i];
+        }
     }
     pair_sync(warp);
 }
@@ -247,7 +270,7 @@ __device__ void fill_tables(Tables& tables, const Problem& problem, int column_t
             tables.first_tile[e + 1] = tables.first_tile[e] + tiles * column_tiles;
             highest = max(highest, slabs_of(tables.end[e] - tables.begin[e], tiles));
         }
-        tables.stage_bytes = highest * kSlabBytes + w_bytes;
+        tables.stage_bytes = highest * kSlabBytes + w_bytes + kScaleBytes;
         tables.stages = min(kMaxStages, problem.ring_bytes / tables.stage_bytes);
     }
     __syncthreads();
@@ -272,37 +295,40 @@ __device__ __forceinline__ Tile locate(int tile, int& expert, const Tables& tabl
     return found;
 }
 
-// 16 rows x N columns of one warp, through its own piece of shared memory, so that each row leaves in whole lines.
+// 16 rows x N columns of one warp, 64 columns at a time through its own piece of shared memory, so that each row leaves in
+// whole lines.
 template <int N>
-__device__ __forceinline__ void store_slab(const float (&sum)[N / 2], char* stage, const Problem& problem, int row,
+__device__ __forceinline__ void store_slab(const float (&sum)[N / 2], char* piece, const Problem& problem, int row,
                                            int row_end, int column, int lane) {
-    constexpr int kChunks = N / 8;       // 16-byte chunks of a row
-    int matrix_row = (lane & 7) + (lane & 8);
+    int matrix_row = (lane & 7) + (lane & 8), chunk = lane & 7;
 #pragma unroll
-    for (int j = 0; j < kChunks; j += 2) {
-        uint32_t packed[4];
+    for (int half = 0; half < N / 64; ++half) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            __nv_bfloat162 two = __floats2bfloat162_rn(sum[4 * j + 2 * i], sum[4 * j + 2 * i + 1]);
-            packed[i] = *reinterpret_cast<uint32_t*>(&two);
+        for (int j = 0; j < 8; j += 2) {
+            uint32_t packed[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                int at = 32 * half + 4 * j + 2 * i;
+                __nv_bfloat162 two = __floats2bfloat162_rn(sum[at], sum[at + 1]);
+                packed[i] = *reinterpret_cast<uint32_t*>(&two);
+            }
+            int place = (j + (lane >> 4)) ^ (matrix_row & 7);
+            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                             shared_address(piece + matrix_row * 128 + place * 16)),
+                         "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
+                         : "memory");
         }
-        int chunk = (j + (lane >> 4)) ^ (matrix_row & 7);
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                         shared_address(stage + matrix_row * N * 2 + chunk * 16)),
-                     "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
-                     : "memory");
-    }
-    __syncwarp();
-    constexpr int kRowsAtOnce = 32 / kChunks;
-    int chunk = lane % kChunks;
+        __syncwarp();
+        int its_column = column + half * 64 + chunk * 8;
 #pragma unroll
-    for (int i = 0; i < 16; i += kRowsAtOnce) {
-        int r = i + lane / kChunks;
-        uint4 line = *reinterpret_cast<const uint4*>(stage + r * N * 2 + (chunk ^ (r & 7)) * 16);
-        if (row + r < row_end && column + chunk * 8 < problem.n)
-            *reinterpret_cast<uint4*>(problem.out + (row + r) * problem.out_stride + column + chunk * 8) = line;
+        for (int i = 0; i < 16; i += 4) {
+            int r = i + (lane >> 3);
+            uint4 line = *reinterpret_cast<const uint4*>(piece + r * 128 + (chunk ^ (r & 7)) * 16);
+            if (row + r < row_end && its_column < problem.n)
+                *reinterpret_cast<uint4*>(problem.out + (row + r) * problem.out_stride + its_column) = line;
+        }
+        __syncwarp();
     }
-    __syncwarp();
 }
 
 template <int N, int kCluster>
@@ -336,6 +362,32 @@ __device__ void produce(const CUtensorMap* x_map, const CUtensorMap* w_map, char
     }
 }
 
+// The scales of the same stages, by one warp, as copies that report to the stage's barrier when they land: like this they
+// may come from far away, and need no alignment.
+template <int N, int kCluster>
+__device__ void fetch_scales(char* ring, Tables& tables, const Problem& problem, int rank, int lane) {
+    int column_tiles = (problem.n + N * kCluster - 1) / (N * kCluster), steps = (problem.k + kStep - 1) / kStep;
+    int stage_bytes = tables.stage_bytes, stages = tables.stages, scale_columns = (problem.n + 127) / 128;
+    uint32_t scales = shared_address(ring) + stage_bytes - kScaleBytes + lane * 4;
+    int stage = 0, expert = 0;
+    uint32_t parity = 1;
+    for (int t = blockIdx.x / kCluster; t < tables.first_tile[problem.experts]; t += gridDim.x / kCluster) {
+        Tile tile = locate(t, expert, tables, problem, N * kCluster, column_tiles);
+        int last = tile.row_end - tile.row - 1, groups = last / 32 + 1;
+        int column = min((tile.column + rank * N) / 128, scale_columns - 1);
+        const float* w_from = problem.w_scale + (long long)(tile.expert * scale_columns + column) * steps;
+        const float* x_from = problem.x_scale + tile.expert * problem.x_scale_expert + tile.row;
+        for (int step = 0; step < steps; ++step, x_from += problem.x_scale_step) {
+            barrier_wait(&tables.empty[stage], parity);
+            uint32_t to = scales + stage * stage_bytes;
+            for (int i = 0; i < groups; ++i) copy_float(to + i * 128, x_from + min(lane + i * 32, last));
+            if (lane == 0) copy_float(shared_address(&tables.w_scale[stage]), w_from + step);
+            barrier_arrive_after_copies(&tables.full[stage]);
+            if (++stage == stages) stage = 0, parity ^= 1;
+        }
+    }
+}
+
 // A stage may be written again once all warps of all blocks that get its rows have read it.
 template <int kCluster>
 __device__ __forceinline__ void release(uint64_t* empty, int lane) {
@@ -349,14 +401,17 @@ __device__ __forceinline__ void release(uint64_t* empty, int lane) {
 template <int N, int kCluster, bool kTurns>
 __device__ void consume(char* ring, char* staging, Tables& tables, const Problem& problem, int rank) {
     constexpr int kSums = N / 2;         // registers of one thread for one slab
-    int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, group = (threadIdx.x >> 7) - 1;
+    // The shuffle tells the compiler that a whole warp agrees on the number, so that addresses stay in uniform registers.
+    uint32_t lane = threadIdx.x & 31;
+    int which = __shfl_sync(0xffffffff, threadIdx.x >> 5, 0);
+    int warp = which & 3, group = (which >> 2) - 1;
     int column_tiles = (problem.n + N * kCluster - 1) / (N * kCluster), steps = (problem.k + kStep - 1) / kStep;
     int stage_bytes = tables.stage_bytes, stages = tables.stages;
-    int scale_columns = (problem.n + 127) / 128;
-    char* own = staging + (group * 4 + warp) * 16 * N * 2;
+    uint32_t scales = shared_address(ring) + stage_bytes - kScaleBytes + (warp * 16 + lane / 4) * 4;
+    keep(lane), keep(scales);
+    char* own = staging + (group * 4 + warp) * kPieceBytes;
     int stage = 0, expert = 0;
-    uint32_t parity = 0, ring_place = place(ring);
-    asm volatile("" : "+r"(ring_place));  // else the compiler works it out anew at every step
+    uint32_t parity = 0, ring_place = __shfl_sync(0xffffffff, place(ring), 0);
     if (kTurns && group == 1) turn_give(0);
     for (int t = blockIdx.x / kCluster; t < tables.first_tile[problem.experts]; t += gridDim.x / kCluster) {
         Tile tile = locate(t, expert, tables, problem, N * kCluster, column_tiles);
@@ -365,34 +420,24 @@ __device__ void consume(char* ring, char* staging, Tables& tables, const Problem
         bool alone = slabs == 1;             // then the groups take every second step of the same rows
         bool first = alone || group < slabs, second = group + 2 < slabs, turns = kTurns && slabs == kMaxSlabs;
         int own_slab = alone ? 0 : group;
-        const float* w_scale =
-            problem.w_scale + (long long)(tile.expert * scale_columns + min(tile.column / 128, scale_columns - 1)) * steps;
-        int row = tile.row + own_slab * kSlab + warp * 16 + lane / 4, last = tile.row_end - 1;
-        const float* x_scale = problem.x_scale + tile.expert * problem.x_scale_expert;
-        const float *p0 = x_scale + min(row, last), *p1 = x_scale + min(row + 8, last);
-        const float *p2 = x_scale + min(row + 128, last), *p3 = x_scale + min(row + 136, last);
         float sums[2][kSums];
 #pragma unroll
         for (int i = 0; i < kSums; ++i) sums[0][i] = sums[1][i] = 0.0f;
-        float s0 = __ldg(p0), s1 = __ldg(p1), s2 = __ldg(p2), s3 = __ldg(p3), sw = __ldg(w_scale);
         for (int step = 0; step < steps; ++step) {
             float part[kSums];
-            float u0 = s0 * sw, u1 = s1 * sw, u2 = s2 * sw, u3 = s3 * sw;
             uint32_t w_tile = ring_place + ((stage * stage_bytes) >> 4);
             uint32_t x_tile = w_tile + ((N * kStep + own_slab * kSlabBytes) >> 4);
             barrier_wait(&tables.full[stage], parity);
-            if (step + 1 < steps) {
-                long long next = (step + 1) * problem.x_scale_step;
-                s0 = __ldg(p0 + next), s1 = __ldg(p1 + next), s2 = __ldg(p2 + next), s3 = __ldg(p3 + next);
-                sw = __ldg(w_scale + step + 1);
-            }
+            uint32_t from = scales + stage * stage_bytes + own_slab * kSlab * 4;
+            float s0 = load_shared(from), s1 = load_shared(from + 32), s2 = load_shared(from + 512);
+            float s3 = load_shared(from + 544), w_scale = tables.w_scale[stage];
             if (first && !(alone && (step & 1) != group)) {
                 if (turns) turn_wait(group);
                 multiply_stage(part, x_tile, w_tile);
                 if (turns) turn_give(group ^ 1);
                 products_wait(part);
                 if (!second) release<kCluster>(&tables.empty[stage], lane);
-                add_scaled(sums[0], part, u0, u1);
+                add_scaled(sums[0], part, s0 * w_scale, s1 * w_scale);
             } else {
                 release<kCluster>(&tables.empty[stage], lane);
             }
@@ -402,7 +447,7 @@ __device__ void consume(char* ring, char* staging, Tables& tables, const Problem
                 if (turns) turn_give(group ^ 1);
                 products_wait(part);
                 release<kCluster>(&tables.empty[stage], lane);
-                add_scaled(sums[1], part, u2, u3);
+                add_scaled(sums[1], part, s2 * w_scale, s3 * w_scale);
             }
             if (++stage == stages) stage = 0, parity ^= 1;
         }
@@ -423,7 +468,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     char* staging = ring + problem.ring_bytes;
     int rank = kCluster == 1 ? 0 : cluster_rank();
     if (threadIdx.x < kMaxStages) {
-        barrier_init(&tables.full[threadIdx.x], 1);
+        barrier_init(&tables.full[threadIdx.x], 1 + 32);  // the rows' and weights' thread, the scales' warp
         barrier_init(&tables.empty[threadIdx.x], kConsumers * 4 * kCluster);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -432,6 +477,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x == 0) produce<N, kCluster>(&x_map, &w_map, ring, tables, problem, rank);
+        if (threadIdx.x >= 32 && threadIdx.x < 64)
+            fetch_scales<N, kCluster>(ring, tables, problem, rank, threadIdx.x - 32);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         consume<N, kCluster, kTurns>(ring, staging, tables, problem, rank);
@@ -463,11 +510,12 @@ int encode(CUtensorMap* map, const void* data, long long rows, int k, int box_ro
 }
 
 constexpr int kSharedLimit = 227 * 1024;
-static_assert(kSharedLimit - int(sizeof(Tables)) - 1024 - 8 * 16 * 128 * 2 >= 4 * (kMaxSlabs * kSlabBytes + 128 * kStep));
+static_assert(kSharedLimit - int(sizeof(Tables)) - 1024 - 8 * kPieceBytes >=
+              4 * (kMaxSlabs * kSlabBytes + 128 * kStep + kScaleBytes));
 
 template <int N, int kCluster, bool kTurns>
 int launch(const CUtensorMap& x_map, const CUtensorMap& w_map, Problem problem, int blocks, cudaStream_t stream) {
-    int staging = kConsumers * 4 * 16 * N * 2;
+    int staging = kConsumers * 4 * kPieceBytes;
     problem.ring_bytes = (kSharedLimit - int(sizeof(Tables)) - 1024 - staging) / 1024 * 1024;
     int shared = problem.ring_bytes + staging + 1024;
     auto kernel = grouped<N, kCluster, kTurns>;

@@ -117,10 +117,18 @@ def hopper(gpu):
     return gpu
 
 
+CUDA_CASES = [
+    ([0, 300, 300, 1100, 1111], 200, 256),
+    ([0, 0, 0, 0, 0], 128, 128),
+    ([0, 64, 1000, 1001, 1199], 1096, 144),
+    ([0, 1, 17, 64, 120], 384, 1408),
+    ([0, 250, 570, 700, 1200], 640, 1024),
+]
+
+
 @pytest.mark.parametrize("cluster,turns", [(1, False), (2, False), (1, True), (2, True)])
-@pytest.mark.parametrize("slabs,columns", [(4, 128), (3, 128), (1, 128), (2, 64), (4, 64)])
-@pytest.mark.parametrize("starts", [[0, 300, 300, 1100, 1111], [0, 0, 0, 0, 0], [0, 64, 1000, 1001, 1199]])
-@pytest.mark.parametrize("n,k", [(200, 256), (384, 1408), (1096, 144), (4096, 512)])
+@pytest.mark.parametrize("slabs,columns", [(4, 128), (3, 128), (1, 128), (2, 64)])
+@pytest.mark.parametrize("starts,n,k", CUDA_CASES)
 def test_cuda_contiguous_equals_fp32(hopper, cluster, turns, slabs, columns, starts, n, k):
     rows, weight = made(1200, 4, n, k, hopper)
     used = starts[-1]
