@@ -21,6 +21,8 @@ from headrace.model.precision import Weight
 from headrace.parallel.experts import ExpertExchange, LocalExchange
 from kernels import gate
 
+UP, DOWN = ("gate_proj.weight", "up_proj.weight"), ("down_proj.weight",)
+
 
 class WeightSource(Protocol):
     """Where weights come from.
@@ -103,34 +105,37 @@ class GpuBuilder:
         )
 
     def dense(self, prefix: str) -> GpuDense:
-        return GpuDense(self.swiglu("dense ffn", prefix))
+        return GpuDense(Swiglu(self.kernels, *self.ffn_weights("dense ffn", prefix)))
 
-    def swiglu(self, part: str, prefix: str) -> Swiglu:
-        return Swiglu(
-            self.kernels,
-            self.source.part(part, [prefix + "gate_proj.weight", prefix + "up_proj.weight"]),
-            self.source.part(part, [prefix + "down_proj.weight"]),
-        )
+    def ffn_weights(self, part: str, prefix: str) -> tuple[Weight, Weight]:
+        """gate_up [2 * inner, hidden], down [hidden, inner]."""
+        return self.source.part(part, [prefix + name for name in UP]), self.source.part(part, [prefix + DOWN[0]])
 
     def moe(self, prefix: str) -> GpuMoE:
-        config, local = (
-            self.config,
-            range(self.exchange.first_expert, self.exchange.first_expert + self.exchange.num_local),
-        )
-        router = self.source.plain(prefix + "gate.weight")
+        config, source, exchange = self.config, self.source, self.exchange
+        local = range(exchange.first_expert, exchange.first_expert + exchange.num_local)
+        router = source.plain(prefix + "gate.weight")
         narrow = router.bfloat16()
+        gate_up = source.experts(prefix + "experts.", UP, local)
+        down = source.experts(prefix + "experts.", DOWN, local)
+        shared: Swiglu | None = None
+        own_rows = False
+        if config.n_shared_experts:
+            its_gate_up, its_down = self.ffn_weights("shared experts", prefix + "shared_experts.")
+            own_rows = exchange.takes_own and precision.alike(gate_up, its_gate_up) and precision.alike(down, its_down)
+            if own_rows:
+                gate_up, down = precision.appended(gate_up, its_gate_up), precision.appended(down, its_down)
+            else:
+                shared = Swiglu(self.kernels, its_gate_up, its_down)
         return GpuMoE(
             self.kernels,
             gate.Limits(*(getattr(config, name) for name in gate.Limits._fields)),
             router=narrow if torch.equal(narrow.float(), router.float()) else router.float(),
-            bias=self.source.plain(prefix + "gate.e_score_correction_bias").float(),
-            experts=ExpertSwiglu(
-                self.kernels,
-                self.source.experts(prefix + "experts.", ["gate_proj.weight", "up_proj.weight"], local),
-                self.source.experts(prefix + "experts.", ["down_proj.weight"], local),
-            ),
-            shared=self.swiglu("shared experts", prefix + "shared_experts.") if config.n_shared_experts else None,
-            exchange=self.exchange,
+            bias=source.plain(prefix + "gate.e_score_correction_bias").float(),
+            experts=ExpertSwiglu(self.kernels, gate_up, down),
+            shared=shared,
+            exchange=exchange,
+            own_rows=own_rows,
         )
 
     def precision(self) -> list[tuple[str, str]]:

@@ -162,6 +162,7 @@ class GpuMoE:
 
     router [e, hidden] bf16 (fp32 where bf16 would lose something)      bias [e] fp32
     experts: this rank's share; exchange: the way to the others
+    shared: the shared expert; None where there is none, or where it is the last of `experts` (`own_rows`)
     """
 
     kernels: GpuKernels
@@ -171,6 +172,7 @@ class GpuMoE:
     experts: ExpertSwiglu
     shared: Swiglu | None
     exchange: ExpertExchange
+    own_rows: bool = False
     dp_chunk_tokens: int = 0
     activation_chunk_tokens: int = 0
 
@@ -199,7 +201,7 @@ class GpuMoE:
         return self.kernels.gate(self.kernels.wide_product(rows.plain, self.router), self.bias, self.limits)
 
     def _experts(self, rows: Rows, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        sent = self.exchange.dispatch(rows.chosen(self.experts.wants), weights, ids)
+        sent = self.exchange.dispatch(rows.chosen(self.experts.wants), weights, ids, own=self.own_rows)
         made = self.experts(sent.rows, sent.starts)
         return self.exchange.combine(made, sent, self.shared(rows) if self.shared is not None else None)
 

@@ -114,6 +114,24 @@ def _joined_nvfp4(weights: Sequence[Nvfp4Weight]) -> Nvfp4Weight:
     )
 
 
+def alike(experts: Weight, one: Weight) -> bool:
+    """Whether a weight could be one more of these [e, out, in]: same format, same sizes."""
+    return format_of(experts) == format_of(one) and shape_of(experts)[1:] == shape_of(one)
+
+
+def appended(experts: Weight, one: Weight) -> Weight:
+    """[e, out, in] and one more -> [e + 1, out, in]; they are `alike`."""
+    if isinstance(experts, torch.Tensor):
+        return torch.cat((experts, one[None]))
+    parts = [
+        None if few is None or more is None else torch.cat((few, more[None]) if few.dim() else (few[None], more[None]))
+        for few, more in zip(experts, one, strict=True)
+    ]
+    if isinstance(experts, Nvfp4Weight) and parts[3] is not None:
+        parts[3] = parts[3].amax()  # of the activations: the largest serves all
+    return type(experts)(*parts)
+
+
 def stacked(weights: Sequence[Weight]) -> Weight:
     """Weights of one shape and one format under a new leading dimension (the experts)."""
     first = weights[0]

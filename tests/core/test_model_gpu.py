@@ -15,6 +15,7 @@ from headrace.model.deepseek_gpu import DecodeInputs, GpuTransformer, packed_con
 from headrace.model.gpu_builder import CheckpointSource, GpuBuilder
 from headrace.model.gpu_kernels import GpuKernels
 from headrace.model.gpu_layers import GpuMoE
+from headrace.model.gpu_linear import Rows
 from headrace.model.random_checkpoint import write_random_checkpoint
 from headrace.model.weights import load_gpu_transformer, load_transformer
 from headrace.parallel.experts import LocalExchange
@@ -211,16 +212,30 @@ def test_ranks_shares_of_the_experts_add_up(all_chosen):
     """What two ranks would send back is what one rank with all experts computes (the shared expert counted once)."""
     whole, parts = layer_of(all_chosen), [layer_of(all_chosen, first_expert=first, num_local=2) for first in (0, 2)]
     x = torch.randn(9, whole.router.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
-    rows = whole.kernels.rows(x, "plain")
+    rows = Rows(x)
     total = sum(part.decode(rows).float() for part in parts) - whole.shared(rows).float()
     expected = whole.decode(rows).float()
     assert (total - expected).abs().max() < 0.02 * expected.abs().max()
 
 
-def layer_of(directory: Path, **share) -> GpuMoE:
+@pytest.mark.parametrize(
+    "recipe, bound", [("", 0), ("fp8", 0.01), ("nvfp4", 0.05)]
+)  # nvfp4: bf16 rows apart, fp8 rows merged
+def test_the_shared_expert_may_be_one_more_expert(directory, recipe, bound):
+    merged, apart = (layer_of(directory, recipe, takes_own=takes_own) for takes_own in (True, False))
+    assert merged.own_rows and merged.shared is None
+    assert not apart.own_rows and apart.shared is not None
+    x = torch.randn(11, merged.router.shape[1], generator=torch.Generator().manual_seed(2)).bfloat16()
+    rows = Rows(x, merged.kernels.quantise(x))
+    expected = apart.decode(rows).float()
+    assert (merged.decode(rows).float() - expected).abs().max() <= bound * expected.abs().max()
+
+
+def layer_of(directory: Path, recipe: str = "", *, takes_own: bool = False, **share) -> GpuMoE:
     config, kernels = ModelConfig.load(directory), GpuKernels(CPU)
     exchange = LocalExchange(kernels, config.n_routed_experts, **share)
-    source = CheckpointSource(Checkpoint(directory, config), CPU)
+    exchange.takes_own = exchange.takes_own and takes_own
+    source = CheckpointSource(Checkpoint(directory, config), CPU, recipe)
     return GpuBuilder(config, source, kernels, exchange=exchange).moe("model.layers.1.mlp.")
 
 
