@@ -187,9 +187,9 @@ class DecodeBatcher:
     # --- inside ---
 
     def _next_needs_tokens(self) -> bool:
-        """Whether the next step cannot be planned before the tokens in flight are known: penalties count them."""
+        """Whether the next step cannot be launched before the tokens in flight are known: penalties count them."""
         samples = self._samples
-        if self._in_flight is None or not samples.sampling.token_counts:
+        if self._in_flight is None or not samples.sampling.token_counts or not self.runner.counts_on_host:
             return False
         rows = samples.turn[: self.max_batch_size]
         return bool(((samples.sampling.needs[rows] & Need.PENALTY != 0) & (samples.place[rows] >= 0)).any())

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from headrace.engine import noise
-from headrace.engine.sampler import Drawn, Sampled, Sampler
+from headrace.engine.sampler import Drawn, Sampled, Sampler, Uncounted
 from headrace.engine.sampling_table import Need, SamplingTable
 from headrace.engine.step import TopColumns
 from headrace.engine.upload import Readback, upload
@@ -65,14 +65,19 @@ class DeviceSampler(Sampler):
         return self._run(logits, *there)
 
     def edited(
-        self, logits: torch.Tensor, table: SamplingTable, rows: np.ndarray, positions: np.ndarray
+        self,
+        logits: torch.Tensor,
+        table: SamplingTable,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        uncounted: Uncounted | None = None,
     ) -> torch.Tensor | None:
         """A copy with penalties, biases and masks applied; None when nobody has any now."""
         needs = table.needs[rows]
         masked = (needs & Need.MIN_TOKENS != 0) & (positions < table.min_tokens[rows])
         if not (masked | (needs & (Need.PENALTY | Need.BIAS) != 0)).any():
             return None
-        return self._edit(logits, table, rows, positions, needs)
+        return self._edit(logits, table, rows, positions, needs, uncounted)
 
     def reported(self, logits: torch.Tensor, token_ids: torch.Tensor, table: SamplingTable, rows: np.ndarray) -> Drawn:
         """The tokens, and log-probabilities of those who asked, on their way to the host."""

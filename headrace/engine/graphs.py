@@ -22,7 +22,7 @@ import torch
 
 from headrace.cache.latent import LatentPool
 from headrace.engine.device_sampler import Columns, DeviceSampler, columns
-from headrace.engine.sampler import Drawn
+from headrace.engine.sampler import Drawn, Uncounted
 from headrace.engine.sampling_table import SamplingTable
 from headrace.engine.step import StepPlan
 from headrace.errors import InternalError
@@ -66,6 +66,7 @@ class StepBuffers:
         self._bytes = torch.zeros(size * (8 * len(_LONGS) + 4 * len(_INTS + _FLOATS)), dtype=torch.uint8, device=device)
         self.there = _views(self._bytes, size)
         self.block_tables = torch.zeros(size, max_blocks, dtype=torch.int32, device=device)
+        self.fed = torch.zeros(size, dtype=torch.int64, device=device)  # the tokens that the model got
 
     def fill(self, values: dict[str, np.ndarray]) -> np.ndarray:
         """Uploads a step's columns, padded. -> the padded context lengths [size] int32 on the host."""
@@ -121,7 +122,7 @@ class DecodeGraphs:
         self._device = transformer.device
         self._buffers: dict[int, StepBuffers] = {}
         self._runs: dict[int, Callable[[], torch.Tensor]] = {}
-        self._fed: torch.Tensor | None = None  # [largest size] int64, the tokens of the step launched last, by place
+        self._drawn: torch.Tensor | None = None  # [largest size] int64, the tokens of the step launched last, by place
         self._memory = None  # shared by all graphs: only one of them runs at a time
         self._latest: Drawn | None = None
         self._host_plan_sent: torch.cuda.Event | None = None
@@ -149,7 +150,8 @@ class DecodeGraphs:
         self._fill(buffers, plan, table)
         logits = run()[:count]
         token_ids = self._tokens(count)
-        edited = self._sampler.edited(logits, table, plan.rows, plan.positions)
+        uncounted = Uncounted(buffers.fed[:count], plan.sources >= 0)
+        edited = self._sampler.edited(logits, table, plan.rows, plan.positions, uncounted)
         if edited is not None:
             token_ids.copy_(self._sampler.choose(edited, Columns(*(one[:count] for one in buffers.columns))))
         self._latest = self._sampler.reported(logits, token_ids, table, plan.rows)
@@ -162,9 +164,9 @@ class DecodeGraphs:
         raise InternalError(f"a step of {count} samples; engine.max_batch_size is {self._sizes[-1]}")
 
     def _tokens(self, count: int) -> torch.Tensor:
-        if self._fed is None:
-            self._fed = torch.zeros(self._sizes[-1], dtype=torch.int64, device=self._device)
-        return self._fed[:count]
+        if self._drawn is None:
+            self._drawn = torch.zeros(self._sizes[-1], dtype=torch.int64, device=self._device)
+        return self._drawn[:count]
 
     def _fill(self, buffers: StepBuffers, plan: StepPlan, table: SamplingTable) -> None:
         values = {
@@ -186,15 +188,15 @@ class DecodeGraphs:
             return
         if self._host_plan_sent is not None:
             self._host_plan_sent.synchronize()
-        self._transformer.plan_decode(self._inputs(buffers, buffers.there["token_ids"]), self._pool, context_lens)
+        self._transformer.plan_decode(self._inputs(buffers), self._pool, context_lens)
         if self._device.type == "cuda":
             self._host_plan_sent = torch.cuda.Event()
             self._host_plan_sent.record()
 
-    def _inputs(self, buffers: StepBuffers, token_ids: torch.Tensor) -> DecodeInputs:
+    def _inputs(self, buffers: StepBuffers) -> DecodeInputs:
         there = buffers.there
         return DecodeInputs(
-            token_ids=token_ids,
+            token_ids=buffers.fed,
             positions=there["positions"],
             slots=there["slots"],
             block_tables=buffers.block_tables,
@@ -202,11 +204,12 @@ class DecodeGraphs:
         )
 
     def _body(self, buffers: StepBuffers) -> torch.Tensor:
-        """One step from filled buffers: [size, vocab] logits, and the tokens in `_fed`."""
-        fed, sources = self._tokens(self._sizes[-1]), buffers.there["sources"]
-        token_ids = torch.where(sources >= 0, fed.index_select(0, sources.clamp(min=0)), buffers.there["token_ids"])
-        logits = self._transformer.decode(self._inputs(buffers, token_ids), self._pool)
-        fed[: buffers.size].copy_(self._sampler.choose(logits, buffers.columns))
+        """One step from filled buffers: [size, vocab] logits, and the tokens in `_drawn`."""
+        drawn, sources = self._tokens(self._sizes[-1]), buffers.there["sources"]
+        known = buffers.there["token_ids"]
+        torch.where(sources >= 0, drawn.index_select(0, sources.clamp(min=0)), known, out=buffers.fed)
+        logits = self._transformer.decode(self._inputs(buffers), self._pool)
+        drawn[: buffers.size].copy_(self._sampler.choose(logits, buffers.columns))
         return logits
 
     # --- capture ---
@@ -243,7 +246,7 @@ class DecodeGraphs:
     @contextlib.contextmanager
     def _kept_tokens(self):
         """A capture in the midst of serving runs padding steps: the tokens of the step in flight survive it."""
-        fed = self._tokens(self._sizes[-1])
-        kept = fed.clone()
+        drawn = self._tokens(self._sizes[-1])
+        kept = drawn.clone()
         yield
-        fed.copy_(kept)
+        drawn.copy_(kept)

@@ -136,6 +136,11 @@ class Runner:
         with torch.inference_mode():
             return self.sampler.sample(logits, table, rows, positions)
 
+    @property
+    def counts_on_host(self) -> bool:
+        """Whether penalties need the host to have counted a sample's newest token when its step is launched."""
+        return self.steps is None
+
     def launch(self, plan: StepPlan, table: SamplingTable, before: Drawn | None) -> Drawn:
         """A decode step and its draw, queued. `before`: the step launched last, whose tokens `plan.sources` name; None when
         the host knows all tokens."""

@@ -12,6 +12,7 @@ independent. What chooses among the probabilities is in `choice.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,16 @@ class Sampled:
     token_ids: np.ndarray
     logprobs: np.ndarray | None
     top: dict[int, Top] | TopColumns
+
+
+class Uncounted(NamedTuple):
+    """Tokens that a step is fed and the host has not seen, so that no TokenCounts has them.
+
+    token_ids [n] int64, on the device, what each sample is fed; late [n] bool, on the host: whose token is uncounted
+    """
+
+    token_ids: torch.Tensor
+    late: np.ndarray
 
 
 class Drawn:
@@ -78,10 +89,10 @@ class Sampler:
 
     # --- what changes logits ---
 
-    def _edit(self, logits, table, rows, positions, needs) -> torch.Tensor:
+    def _edit(self, logits, table, rows, positions, needs, uncounted: Uncounted | None = None) -> torch.Tensor:
         edited = logits.clone()
         flat = edited.view(-1)
-        self._penalise(flat, table, rows, needs)
+        self._penalise(flat, table, rows, needs, uncounted)
         places = _places(needs, Need.BIAS)
         if len(places):
             biases = [table.biases[row] for row in rows[places].tolist()]
@@ -94,7 +105,7 @@ class Sampler:
             flat.index_fill_(0, self._to_device(at), float("-inf"))
         return edited
 
-    def _penalise(self, flat, table, rows, needs) -> None:
+    def _penalise(self, flat, table, rows, needs, uncounted) -> None:
         places = _places(needs, Need.PENALTY)
         if not len(places):
             return
@@ -102,14 +113,29 @@ class Sampler:
         counted = [table.token_counts[row] for row in chosen.tolist()]
         at = self._to_device(self._flat_indices(places, [one.ids for one in counted]))
         sizes = [one.size for one in counted]
-        per_token = np.stack((table.repetition, table.presence, table.frequency))[:, chosen].repeat(sizes, axis=1)
-        repetition, presence, frequency = self._to_device(per_token)
+        factors = np.stack((table.repetition, table.presence, table.frequency))[:, chosen]
         counts = self._to_device(np.concatenate([one.counts for one in counted]))
+        late = np.zeros(0, np.int64) if uncounted is None else np.flatnonzero(uncounted.late[places])
+        if len(late):
+            at, counts = self._count_late(at, counts, sizes, late, places, uncounted.token_ids)
+        per_token = np.concatenate((factors.repeat(sizes, axis=1), factors[:, late]), axis=1)
+        repetition, presence, frequency = self._to_device(per_token)
         values = flat[at]
         values = torch.where(values > 0, values / repetition, values * repetition)
         values -= presence * (counts > 0)
         values -= frequency * counts
         flat[at] = values
+
+    def _count_late(self, at, counts, sizes, late, places, token_ids) -> tuple[torch.Tensor, torch.Tensor]:
+        """`at` and `counts` with one more entry for each of `late`: its uncounted token. Where the sample had that token
+        already both entries get the same count, hence the same value."""
+        whose = np.full(len(places), -1)
+        whose[late] = np.arange(len(late))
+        owner = self._to_device(whose.repeat(sizes))
+        fed = token_ids.index_select(0, self._to_device(places[late])) + self._to_device(places[late] * self.vocab_size)
+        again = (owner >= 0) & (at == fed[owner.clamp(min=0)])
+        before = counts.new_zeros(len(late)).index_add_(0, owner.clamp(min=0), counts * again)
+        return torch.cat((at, fed)), torch.cat((counts + again, before + 1))
 
     def _flat_indices(self, places: np.ndarray, ids: list[np.ndarray]) -> np.ndarray:
         starts = (places * self.vocab_size).repeat([len(one) for one in ids])

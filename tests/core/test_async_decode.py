@@ -37,7 +37,7 @@ class Device:
     at its tokens, or at blocks that it may still write, before it was waited for, is caught."""
 
     def __init__(self, runner):
-        self.runner, self.launched, self.waited = runner, [], []
+        self.runner, self.launched, self.waited, self.plans = runner, [], [], []
         self.fail_launch: Exception | None = None
         self.fail_wait: Exception | None = None
         self.settled = 0
@@ -51,6 +51,7 @@ class Device:
             raise self.fail_launch
         drawn = self._launch(plan, table, before)
         self.launched.append(drawn)
+        self.plans.append(plan)
         drawn.blocks = {plan.tables.of(plan.rows, 64)[place, at // 4] for place, at in enumerate(plan.context_lens - 1)}
         wait = drawn.wait
 

@@ -83,6 +83,26 @@ def test_the_tokens_are_those_of_forward_and_the_host_sampler(steps_ahead, seed)
     assert all(size == min(s for s in (1, 4, 8, 32) if s >= real) for real, size in decoder.sizes)
 
 
+def test_penalties_count_a_token_that_only_the_device_has():
+    """A vocabulary of few likely tokens, so that the uncounted token is often one that was counted before."""
+    samplings = [
+        SamplingParams(max_tokens=30, frequency_penalty=2.0, presence_penalty=1.0),
+        SamplingParams(max_tokens=30, repetition_penalty=1.5, min_tokens=9, stop_token_ids=(3,)),
+        SamplingParams(max_tokens=30, frequency_penalty=0.7, temperature=1.5, seed=2, logit_bias=((5, 1.5),)),
+        SamplingParams(max_tokens=30, temperature=1.5, seed=3),
+    ] * 2
+    prompts, made = [[1, 5, 9]] * 4 + [[2, 3]] * 4, []
+    for parts in (toy_parts(num_blocks=400, max_context=64), graph_parts(1)):
+        parts.transformer.shift[:] = -30.0
+        parts.transformer.shift[2:9] = 0.0
+        device = Device(parts.runner)
+        made.append(Engine(parts, small_config()).generate(prompts, samplings))
+        assert not device.running
+    assert made[0] == made[1]
+    assert all((plan.sources >= 0).all() for plan in device.plans[1:]), "a step waited for tokens"
+    assert max(len(set(one[0].token_ids)) for one in made[0]) < 20
+
+
 def test_block_tables_on_the_device_follow_rows_that_change_hands_and_grow():
     parts = graph_parts(1, num_blocks=600)
     prompts = [[handle % VOCAB] * (1 + handle % 30) for handle in range(90)]
