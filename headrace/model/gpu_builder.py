@@ -122,7 +122,11 @@ class GpuBuilder:
         own_rows = False
         if config.n_shared_experts:
             its_gate_up, its_down = self.ffn_weights("shared experts", prefix + "shared_experts.")
-            own_rows = exchange.takes_own and precision.alike(gate_up, its_gate_up) and precision.alike(down, its_down)
+            own_rows = (
+                getattr(exchange, "takes_own", False)
+                and precision.alike(gate_up, its_gate_up)
+                and precision.alike(down, its_down)
+            )
             if own_rows:
                 gate_up, down = precision.appended(gate_up, its_gate_up), precision.appended(down, its_down)
             else:

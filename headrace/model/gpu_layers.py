@@ -201,7 +201,8 @@ class GpuMoE:
         return self.kernels.gate(self.kernels.wide_product(rows.plain, self.router), self.bias, self.limits)
 
     def _experts(self, rows: Rows, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        sent = self.exchange.dispatch(rows.chosen(self.experts.wants), weights, ids, own=self.own_rows)
+        own = {"own": True} if self.own_rows else {}
+        sent = self.exchange.dispatch(rows.chosen(self.experts.wants), weights, ids, **own)
         made = self.experts(sent.rows, sent.starts)
         return self.exchange.combine(made, sent, self.shared(rows) if self.shared is not None else None)
 

@@ -36,7 +36,7 @@ class ExpertExchange(Protocol):
     """One MoE layer's way to the experts and back.
 
     first_expert, num_local: the experts whose weights this rank holds are first_expert .. first_expert + num_local - 1.
-    takes_own: whether `dispatch` can be asked for this rank's own tokens as rows of one more expert
+    takes_own: whether `dispatch` can be asked for this rank's own tokens as rows of one more expert; it need not be there
     """
 
     first_expert: int
