@@ -7,7 +7,7 @@ Keys before the first query of a tile are seen by all of it and need no mask: th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,35 +19,34 @@ PARTS = 5  # integers a tile: see `tiles_of`
 
 
 @jit
+def _tile(desc, base, row, offset, there, STRIDE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+          PAD: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """[ROWS, PAD] values from row `row` and column `offset` on: through `desc` unless it is None."""
+    if desc is not None:
+        return desc.load([row, offset])
+    else:
+        column = tl.arange(0, PAD)
+        where = base + row.to(tl.int64) * STRIDE + offset + tl.arange(0, ROWS)[:, None] * STRIDE + column[None, :]
+        if MASKED:
+            return tl.load(where, mask=there & (column < WIDTH)[None, :], other=0.0)
+        elif WIDTH == PAD:
+            return tl.load(where)
+        else:
+            return tl.load(where, mask=(column < WIDTH)[None, :], other=0.0)
+
+
+@jit
 def _fold(
-    q_a, q_b, k_row, v_row, key, visible, last_key, top, total_weight, mixed, scale_log2,
-    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, A: tl.constexpr, B: tl.constexpr, B_PAD: tl.constexpr,
-    VALUE: tl.constexpr, VALUE_PAD: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
+    q_a, q_b, k_a, k_b, v, key, visible, top, total_weight, mixed, scale_log2,
+    KEYS: tl.constexpr, TWO: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of keys. `visible` [queries]: keys each query sees."""
     compute = tl.float32 if WIDE else tl.bfloat16
-    index = tl.arange(0, KEYS)
-    a, b, value = tl.arange(0, A), tl.arange(0, B_PAD), tl.arange(0, VALUE_PAD)
-    k_at = k_row + index[:, None] * K_STRIDE
-    v_at = v_row + index[:, None] * V_STRIDE + value[None, :]
-    if MASKED:
-        there = (key + index < last_key)[:, None]
-        k_a = tl.load(k_at + a[None, :], mask=there, other=0.0)
-        v = tl.load(v_at, mask=there & (value < VALUE)[None, :], other=0.0)
-    else:
-        k_a = tl.load(k_at + a[None, :])
-        v = tl.load(v_at) if VALUE == VALUE_PAD else tl.load(v_at, mask=(value < VALUE)[None, :], other=0.0)
     scores = tl.dot(q_a, tl.trans(k_a.to(compute)), input_precision="ieee")
-    if B > 0:
-        if MASKED:
-            k_b = tl.load(k_at + A + b[None, :], mask=there & (b < B)[None, :], other=0.0)
-        elif B == B_PAD:
-            k_b = tl.load(k_at + A + b[None, :])
-        else:
-            k_b = tl.load(k_at + A + b[None, :], mask=(b < B)[None, :], other=0.0)
+    if TWO:
         scores = tl.dot(q_b, tl.trans(k_b.to(compute)), scores, input_precision="ieee")
     if MASKED:
-        scores = tl.where((key + index)[None, :] < visible[:, None], scores, -float("inf"))
+        scores = tl.where((key + tl.arange(0, KEYS))[None, :] < visible[:, None], scores, -float("inf"))
     higher = tl.maximum(top, tl.max(scores, 1) * scale_log2)
     weights = tl.exp2(scores * scale_log2 - higher[:, None])
     shrink = tl.exp2(top - higher)
@@ -58,17 +57,17 @@ def _fold(
 
 @jit
 def _attend(
-    q, k, v, out, tiles, scale_log2, q_stride, q_head, k_head, v_head, out_stride,
+    q, k, v, out, k_a_desc, k_b_desc, v_desc, tiles, scale_log2, q_stride, q_head, k_head, v_head, out_stride,
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, A: tl.constexpr, B: tl.constexpr, B_PAD: tl.constexpr,
     VALUE: tl.constexpr, VALUE_PAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, tiles)."""
+    """Grid (heads, tiles). Keys are A + B wide; the descriptors are all None or all given."""
     compute = tl.float32 if WIDE else tl.bfloat16
     head, tile = tl.program_id(0), tiles + tl.program_id(1) * 5
     query, count = tl.load(tile).to(tl.int64), tl.load(tile + 1)
-    first_key, seen_by_first, last_key = tl.load(tile + 2).to(tl.int64), tl.load(tile + 3), tl.load(tile + 4)
-    index = tl.arange(0, QUERIES)
+    first, seen_by_first, last = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
+    index, key_index = tl.arange(0, QUERIES), tl.arange(0, KEYS)
     a, b, value = tl.arange(0, A), tl.arange(0, B_PAD), tl.arange(0, VALUE_PAD)
     lives = (index < count)[:, None]
     line = q + (query + index[:, None]) * q_stride + head * q_head
@@ -80,22 +79,31 @@ def _attend(
     top = tl.full((QUERIES,), -float("inf"), tl.float32)
     total_weight = tl.zeros((QUERIES,), tl.float32)
     mixed = tl.zeros((QUERIES, VALUE_PAD), tl.float32)
-    k_row, v_row = k + first_key * K_STRIDE + head * k_head, v + first_key * V_STRIDE + head * v_head
+    k_column, v_column = head * k_head, head * v_head
     whole = seen_by_first // KEYS * KEYS
     for key in tl.range(0, whole, KEYS, num_stages=STAGES):
+        row = first + key
+        k_a = _tile(k_a_desc, k, row, k_column, None, K_STRIDE, KEYS, A, A, False)
+        k_b = k_a
+        if B > 0:
+            k_b = _tile(k_b_desc, k, row, k_column + A, None, K_STRIDE, KEYS, B, B_PAD, False)
+        v_part = _tile(v_desc, v, row, v_column, None, V_STRIDE, KEYS, VALUE, VALUE_PAD, False)
         top, total_weight, mixed = _fold(
-            q_a, q_b, k_row, v_row, key, visible, last_key, top, total_weight, mixed, scale_log2,
-            K_STRIDE, V_STRIDE, A, B, B_PAD, VALUE, VALUE_PAD, KEYS, False, WIDE,
-        )  # fmt: skip
-        k_row += KEYS * K_STRIDE
-        v_row += KEYS * V_STRIDE
-    for key in tl.range(whole, last_key, KEYS, num_stages=1):
+            q_a, q_b, k_a, k_b, v_part, key, visible, top, total_weight, mixed, scale_log2, KEYS, B > 0, False, WIDE
+        )
+    for key in tl.range(whole, last, KEYS, num_stages=1):
+        row = first + key
+        there = (key + key_index < last)[:, None]
+        k_a = _tile(k_a_desc, k, row, k_column, there, K_STRIDE, KEYS, A, A, True)
+        k_b = k_a
+        if B > 0:
+            k_b = _tile(k_b_desc, k, row, k_column + A, there, K_STRIDE, KEYS, B, B_PAD, True)
+        v_part = _tile(v_desc, v, row, v_column, there, V_STRIDE, KEYS, VALUE, VALUE_PAD, True)
+        if v_desc is not None:
+            v_part = tl.where(there, v_part, 0.0)  # a neighbour's infinities stay his
         top, total_weight, mixed = _fold(
-            q_a, q_b, k_row, v_row, key, visible, last_key, top, total_weight, mixed, scale_log2,
-            K_STRIDE, V_STRIDE, A, B, B_PAD, VALUE, VALUE_PAD, KEYS, True, WIDE,
-        )  # fmt: skip
-        k_row += KEYS * K_STRIDE
-        v_row += KEYS * V_STRIDE
+            q_a, q_b, k_a, k_b, v_part, key, visible, top, total_weight, mixed, scale_log2, KEYS, B > 0, True, WIDE
+        )
     target = out + (query + index[:, None]) * out_stride + head * VALUE + value[None, :]
     made = mixed / total_weight[:, None]
     tl.store(target, made.to(out.dtype.element_ty), mask=lives & (value < VALUE)[None, :])
@@ -140,11 +148,31 @@ class Plan(NamedTuple):
     tuning: Tuning
 
 
-class TritonVarlen:
-    """See VARLEN_BACKENDS in mla_prefill."""
+def _descriptors(k: torch.Tensor, v: torch.Tensor, a: int, rest: int, keys: int) -> tuple[Any, Any, Any]:
+    """For bulk copies of `keys` rows: columns [head * stride, + width) of k (both parts) and of v as matrices."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
-    def __init__(self, tuning: Tuning | None = None):
-        self._tuning = tuning
+    def matrix(x: torch.Tensor, width: int) -> Any:
+        columns = (x.shape[1] - 1) * x.stride(1) + x.shape[2]
+        return TensorDescriptor(x, [x.shape[0], columns], [x.stride(0), 1], [keys, width])
+
+    return matrix(k, a), matrix(k, rest) if rest else None, matrix(v, v.shape[-1])
+
+
+class TritonVarlen:
+    """See VARLEN_BACKENDS in mla_prefill. bulk: whether tiles come by Hopper's bulk copies where alignment allows."""
+
+    def __init__(self, tuning: Tuning | None = None, *, bulk: bool = True):
+        self._tuning, self._wants_bulk = tuning, bulk
+
+    def _bulk(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: int, rest: int) -> bool:
+        """Needs Hopper, widths that are powers of two, and 16-byte alignment."""
+        if not self._wants_bulk or (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] < 9):
+            return False
+        widths_fit = all(width in (0, 16, 32, 64, 128, 256) for width in (a, rest, v.shape[-1]))
+        strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
+        aligned = all(stride * k.element_size() % 16 == 0 for stride in strides)
+        return widths_fit and aligned and k.data_ptr() % 16 == 0 and v.data_ptr() % 16 == 0
 
     def plan(
         self, query_lens: Sequence[int], context_lens: Sequence[int], heads: int, qk_dim: int, value_dim: int,
@@ -169,8 +197,9 @@ class TritonVarlen:
         a = 1 << (qk_dim.bit_length() - 1)
         rest = qk_dim - a
         queries, keys, warps, stages = plan.tuning
+        descriptors = _descriptors(k, v, a, rest, keys) if self._bulk(q, k, v, a, rest) else (None, None, None)
         _attend[(heads, len(plan.tiles))](
-            q, k, v, out, plan.tiles, plan.scale * LOG2E, q.stride(0), q.stride(1), k.stride(1), v.stride(1),
+            q, k, v, out, *descriptors, plan.tiles, plan.scale * LOG2E, q.stride(0), q.stride(1), k.stride(1), v.stride(1),
             out.stride(0), K_STRIDE=k.stride(0), V_STRIDE=v.stride(0), A=a, B=rest,
             B_PAD=max(16, triton.next_power_of_2(rest)), VALUE=value_dim,
             VALUE_PAD=max(16, triton.next_power_of_2(value_dim)), QUERIES=queries, KEYS=keys, WIDE=wide,
