@@ -103,6 +103,14 @@ def test_penalties_count_a_token_that_only_the_device_has():
     assert max(len(set(one[0].token_ids)) for one in made[0]) < 20
 
 
+def test_a_token_that_stands_twice_gets_one_count():
+    """A device writes both entries in any order."""
+    at, counts = torch.tensor([3, 5, VOCAB + 3, VOCAB + 4]), torch.tensor([2.0, 0.0, 7.0, 1.0])
+    late, places, fed = np.array([0, 1]), np.array([0, 1]), torch.tensor([3, 9])
+    at, counts = DeviceSampler(VOCAB, "cpu")._count_late(at, counts, [2, 2], late, places, fed)
+    assert at.tolist() == [3, 5, VOCAB + 3, VOCAB + 4, 3, VOCAB + 9] and counts.tolist() == [3, 0, 7, 1, 3, 1]
+
+
 def test_block_tables_on_the_device_follow_rows_that_change_hands_and_grow():
     parts = graph_parts(1, num_blocks=600)
     prompts = [[handle % VOCAB] * (1 + handle % 30) for handle in range(90)]
