@@ -95,7 +95,7 @@ def test_graphs_a_step_ahead_give_the_tokens_of_the_cpu(penalties):
 def test_no_step_waits_for_the_device_but_for_the_tokens_of_the_step_before():
     gpu = engine_over(IntegerModel("cuda"), decode_graph_sizes=(8, 32))
     gpu.parts.runner.warm()
-    prompts, samplings = requests(20, (*SAMPLINGS, SAMPLINGS[0]))
+    prompts, samplings = requests(20, (*SAMPLINGS, PENALISED))
     gpu.generate(prompts, samplings)  # pinned memory is there after this
     launch, steps = gpu.parts.runner.launch, []
 
@@ -110,6 +110,32 @@ def test_no_step_waits_for_the_device_but_for_the_tokens_of_the_step_before():
     gpu.parts.runner.launch = watched
     gpu.generate(prompts, samplings)
     assert len(steps) > 20
+
+
+def test_what_ends_or_leaves_is_told_when_the_device_has_let_go_of_it():
+    """At each end, and when `remove` returns, every step with the sample has completed on the device."""
+    gpu = engine_over(IntegerModel("cuda"), decode_graph_sizes=(8, 32))
+    runner, running = gpu.parts.runner, {}
+    launch = runner.launch
+
+    def marked(plan, *rest):
+        drawn = launch(plan, *rest)
+        event = torch.cuda.Event()
+        event.record()
+        for row in plan.rows.tolist():
+            running[gpu.decode._samples.handle[row], gpu.decode._samples.sample_index[row]] = event
+        return drawn
+
+    runner.launch = marked
+    told = []
+
+    def on_token(index, token):
+        if token.finish_reason and (index, token.sample_index) in running:
+            told.append(running[index, token.sample_index].query())
+
+    prompts, samplings = requests(40, SAMPLINGS)
+    gpu.generate(prompts, samplings, on_token)
+    assert len(told) > 30 and all(told)
 
 
 @pytest.fixture(scope="module", params=["bf16", "fp8"])
@@ -144,7 +170,7 @@ def test_launching_the_model_never_waits(served):
     directory, settings = served
     engine = Engine.load(directory, small_config(**settings))
     engine.parts.runner.warm()
-    prompts, samplings = requests(24, SAMPLINGS, vocab=8000)
+    prompts, samplings = requests(24, (*SAMPLINGS, PENALISED), vocab=8000)
     engine.generate(prompts, samplings)
     launch = engine.parts.runner.launch
 
