@@ -52,20 +52,21 @@ def _kernel(
     words, slots, positions, columns, total, addend, num_rows, num_words,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One program sums COLUMNS words of ROWS rows. A product of 32 and 64 bits is two multiply-adds: the weight is
-    low + 2**32 * high with a signed low half, and of high's product only 32 bits count."""
+    """One program sums COLUMNS words of ROWS rows. A word plus 2**31 is an unsigned u, and u times a 64-bit weight is
+    two multiply-adds: u * low, and 2**32 * (u * high) of which only 32 bits count. `addend` makes up for the 2**31."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     slot = tl.load(slots + row, mask=row < num_rows, other=0)
     here = (row < num_rows)[:, None] & (column < num_words)[None, :]
     word = tl.load(words + slot[:, None] * num_words + column[None, :], mask=here, other=0).to(tl.int32)
-    weight = tl.load(columns + column, mask=column < num_words, other=0)
-    low = weight.to(tl.int32)
-    high = ((weight - low.to(tl.int64)) >> 32).to(tl.int32)
-    product = word.to(tl.int64) * low.to(tl.int64)[None, :] + ((word * high[None, :]).to(tl.int64) << 32)
+    shifted = (word ^ -0x80000000).to(tl.uint32, bitcast=True)
+    weight = tl.load(columns + column, mask=column < num_words, other=0).to(tl.uint64, bitcast=True)
+    low, high = weight.to(tl.uint32), (weight >> 32).to(tl.uint32)
+    product = shifted.to(tl.uint64) * low.to(tl.uint64)[None, :] + ((shifted * high[None, :]).to(tl.uint64) << 32)
+    product = product.to(tl.int64, bitcast=True)
     of_vector = tl.sum(tl.reshape(product, (ROWS, COLUMNS // VECTOR, VECTOR)), 2)  # a thread's own, if it loads 4 words
     position = tl.load(positions + row, mask=row < num_rows, other=0)  # padding has weight 0
-    summed = tl.sum(tl.sum(of_vector * position[:, None], 1), 0)
+    summed = tl.sum(tl.reshape(of_vector * position[:, None], (ROWS * COLUMNS // VECTOR,)), 0)
     if tl.program_id(0) == 0:
         summed += addend * tl.sum(position, 0)
     tl.atomic_add(total, summed, sem="relaxed")
@@ -124,8 +125,8 @@ def _column_weights(count: int, device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _addend_of_a_row(count: int) -> int:
-    """What ADDEND contributes to a row of `count` words before its position's weight, as a signed 64-bit value."""
-    return _signed(ADDEND * sum(_odd_mix(COLUMN_SEED + column) for column in range(count)))
+    """What ADDEND, less `_kernel`'s 2**31, contributes to a row of `count` words before its position's weight."""
+    return _signed((ADDEND - (1 << 31)) * sum(_odd_mix(COLUMN_SEED + column) for column in range(count)))
 
 
 def _words(pool_layer: torch.Tensor) -> torch.Tensor:
