@@ -27,7 +27,7 @@ BLOCK_BYTES = BLOCK_SIZE * ROW_DIM * 2
 SIZES = (1, 16, 256, 2048)
 """Blocks of one push: 74 KB, 1.2 MB, 19 MB, 151 MB."""
 CASES = (("tcp", "cpu"), ("tcp", "cuda"), ("nvlink_intra", "cuda"))
-BUDGET_S, FEWEST, MOST = 1.5, 3, 200
+BUDGET_S, FEWEST, MOST = 0.3, 3, 200
 """Pushes of one case: as many as fit the budget, between these counts."""
 
 
