@@ -211,8 +211,9 @@ def _place_kernel(
 
 
 def _triton_device_plan(
-    ids: torch.Tensor, first_expert: int, num_local: int, row_multiple: int, capacity: int
-) -> DevicePlan:
+    ids: torch.Tensor, first_expert: int, num_local: int, row_multiple: int, capacity: int,
+    num_warps: int = 8,
+) -> DevicePlan:  # fmt: skip
     plan, num_pairs = empty_plan(ids, num_local, capacity), ids.numel()
     if not ids.is_contiguous() or capacity < capacity_for(num_pairs, num_local, row_multiple):
         raise ValueError(f"dense ids, and a capacity that holds {num_pairs} pairs, not {capacity}")
@@ -220,8 +221,9 @@ def _triton_device_plan(
     if num_pairs <= SMALL_PAIRS:
         pairs = max(128, triton.next_power_of_2(num_pairs))
         _plan_small_kernel[(num_local,)](
-            ids, *plan, first_expert, num_local, num_pairs, capacity, row_multiple, top_k, pairs, experts, 128
-        )
+            ids, *plan, first_expert, num_local, num_pairs, capacity, row_multiple, top_k, pairs, experts, 128,
+            num_warps=num_warps,
+        )  # fmt: skip
         return plan
     plan.counts.zero_()
     chunks = triton.cdiv(num_pairs, CHUNK_PAIRS)
@@ -232,7 +234,7 @@ def _triton_device_plan(
     )  # fmt: skip
     _place_kernel[(chunks, triton.cdiv(num_local, EXPERTS_AT_ONCE))](
         ids, *plan, chunk_counts, first_expert, num_local, num_pairs, row_multiple,
-        top_k, CHUNK_PAIRS, experts, EXPERTS_AT_ONCE, triton.next_power_of_2(chunks), num_warps=8,
+        top_k, CHUNK_PAIRS, experts, EXPERTS_AT_ONCE, triton.next_power_of_2(chunks), num_warps=num_warps,
     )  # fmt: skip
     return plan
 
