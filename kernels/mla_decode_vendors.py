@@ -15,7 +15,8 @@ A plan waits for the copy of the plan before it (pinned memory is shared), never
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,17 +29,25 @@ WORKSPACE_BYTES = 128 << 20
 _on_hopper = needs_capability(9, exactly=True)
 
 
-def _needs(package: str) -> Any:
+def _needs(package: str, has_kernels: Callable[[Any], bool]) -> Callable[[Any], str | None]:
+    """A why_not that imports the package, on Hopper only: a wheel for another torch or CUDA is found out here."""
+
     def why_not(device: Any) -> str | None:
-        reason = _on_hopper(device)
-        if reason is None and importlib.util.find_spec(package) is None:
-            reason = f"{package} is not installed"
-        return reason
+        if reason := _on_hopper(device):
+            return reason
+        try:
+            found = importlib.import_module(package)
+        except ModuleNotFoundError as error:
+            return f"{error.name} is not installed"
+        except (ImportError, OSError, RuntimeError) as error:
+            return f"{package} does not load: {error}"
+        return None if has_kernels(found) else f"this {package} was built without the kernels for Hopper"
 
     return why_not
 
 
-needs_flash_mla, needs_flashinfer = _needs("flash_mla"), _needs("flashinfer")
+needs_flash_mla = _needs("flash_mla", lambda package: getattr(package, "has_legacy", lambda: False)())
+needs_flashinfer = _needs("flashinfer", lambda package: hasattr(package, "BatchPrefillWithRaggedKVCacheWrapper"))
 
 
 def _wrong_row(row_dim: int, latent_dim: int) -> str | None:
