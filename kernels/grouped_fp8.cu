@@ -4,8 +4,8 @@
 // w         [experts, n, k]              e4m3, one fp32 scale for each 128 x 128 block
 // y         [rows, n]                    bf16
 //
-// One block of threads per multiprocessor walks over tiles of at most 256 rows by N columns; two of them may form a cluster
-// on neighbouring columns and share their rows: each loads half and the copy engine delivers it to both. A producer thread keeps a ring
+// One block of threads per multiprocessor walks over tiles of at most 256 rows by N columns; two or four of them may form a
+// cluster on neighbouring columns and share their rows: each loads a part, which the copy engine delivers to all. A producer thread keeps a ring
 // of shared-memory stages filled through the bulk copy engine; two warpgroups multiply. An instruction covers 64 rows; each
 // group of 64 rows ("slab") that a tile really has costs a load and its products, absent ones cost nothing: 16 rows of an
 // expert and 60000 take the same road. Tensor cores keep about 14 bits while they sum, hence the sum over each 128 of k is
@@ -121,12 +121,13 @@ __device__ __forceinline__ void load_box(const CUtensorMap* map, void* to, uint6
         : "memory");
 }
 
-// To the same address of both blocks of the cluster, telling the same barrier of each.
-__device__ __forceinline__ void load_box_to_both(const CUtensorMap* map, void* to, uint64_t* barrier, int k, int row) {
+// To the same address of all blocks of the cluster, telling the same barrier of each.
+template <int kCluster>
+__device__ __forceinline__ void load_box_to_all(const CUtensorMap* map, void* to, uint64_t* barrier, int k, int row) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
-        "l"(map), "r"(shared_address(barrier)), "r"(k), "r"(row), "h"(static_cast<uint16_t>(3))
+        "l"(map), "r"(shared_address(barrier)), "r"(k), "r"(row), "h"(static_cast<uint16_t>((1 << kCluster) - 1))
         : "memory");
 }
 
@@ -355,7 +356,7 @@ __device__ void produce(const CUtensorMap* x_map, const CUtensorMap* w_map, char
                 if (kCluster == 1)
                     load_box(x_map, x_to + slab * kSlabBytes, full, step * kStep, row + slab * kSlab);
                 else
-                    load_box_to_both(x_map, x_to + slab * kSlabBytes, full, step * kStep, row + slab * kSlab);
+                    load_box_to_all<kCluster>(x_map, x_to + slab * kSlabBytes, full, step * kStep, row + slab * kSlab);
             }
             if (++stage == stages) stage = 0, parity ^= 1;
         }
@@ -467,11 +468,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     char* ring = raw + (1024 - (shared_address(raw) & 1023)) % 1024;
     char* staging = ring + problem.ring_bytes;
     int rank = kCluster == 1 ? 0 : cluster_rank();
+    if (threadIdx.x < 2)
+        asm volatile("prefetch.tensormap [%0];" ::"l"(threadIdx.x ? &x_map : &w_map) : "memory");
     if (threadIdx.x < kMaxStages) {
         barrier_init(&tables.full[threadIdx.x], 1 + 32);  // the rows' and weights' thread, the scales' warp
         barrier_init(&tables.empty[threadIdx.x], kConsumers * 4 * kCluster);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
+    // Launched early, a kernel comes this far while the one before it ends; the next may do the same with this one.
+    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
     fill_tables(tables, problem, (problem.n + N * kCluster - 1) / (N * kCluster), N * kStep);
     if (kCluster > 1) cluster_sync();
     if (threadIdx.x < 128) {
@@ -514,24 +519,27 @@ static_assert(kSharedLimit - int(sizeof(Tables)) - 1024 - 8 * kPieceBytes >=
               4 * (kMaxSlabs * kSlabBytes + 128 * kStep + kScaleBytes));
 
 template <int N, int kCluster, bool kTurns>
-int launch(const CUtensorMap& x_map, const CUtensorMap& w_map, Problem problem, int blocks, cudaStream_t stream) {
+int launch(const CUtensorMap& x_map, const CUtensorMap& w_map, Problem problem, int blocks, bool early,
+           cudaStream_t stream) {
     int staging = kConsumers * 4 * kPieceBytes;
     problem.ring_bytes = (kSharedLimit - int(sizeof(Tables)) - 1024 - staging) / 1024 * 1024;
     int shared = problem.ring_bytes + staging + 1024;
     auto kernel = grouped<N, kCluster, kTurns>;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     if (error != cudaSuccess) return error;
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = kCluster;
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = kCluster;
+    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(blocks / kCluster * kCluster);
     config.blockDim = dim3(kThreads);
     config.dynamicSmemBytes = shared;
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+    config.attrs = attributes;
+    config.numAttrs = early ? 2 : 1;
     return cudaLaunchKernelEx(&config, kernel, x_map, w_map, problem);
 }
 
@@ -541,7 +549,7 @@ int launch(const CUtensorMap& x_map, const CUtensorMap& w_map, Problem problem, 
 extern "C" int hr_grouped_fp8(const void* x, const float* x_scale, long long x_scale_step, long long x_scale_expert,
                               const void* w, const float* w_scale, void* out, long long out_stride, const int* bounds,
                               int mode, int rows, int experts, int n, int k, int slabs, int columns, int group, int turns,
-                              int cluster, int blocks, void* stream) {
+                              int cluster, int early, int blocks, void* stream) {
     if (rows == 0 || n == 0) return 0;
     if (experts < 1 || experts > kMaxExperts || slabs < 1 || slabs > kMaxSlabs || k % 16 || n % 8) return -2;
     if (encoder() == nullptr) return -1;
@@ -553,11 +561,14 @@ extern "C" int hr_grouped_fp8(const void* x, const float* x_scale, long long x_s
                     rows,    experts, n, k, mode, slabs, 0, group};
     cudaStream_t on = static_cast<cudaStream_t>(stream);
     switch (columns * 100 + cluster * 10 + turns) {
-        case 6410: return launch<64, 1, false>(x_map, w_map, problem, blocks, on);
-        case 12810: return launch<128, 1, false>(x_map, w_map, problem, blocks, on);
-        case 12811: return launch<128, 1, true>(x_map, w_map, problem, blocks, on);
-        case 12820: return launch<128, 2, false>(x_map, w_map, problem, blocks, on);
-        case 12821: return launch<128, 2, true>(x_map, w_map, problem, blocks, on);
+        case 6410: return launch<64, 1, false>(x_map, w_map, problem, blocks, early, on);
+        case 6420: return launch<64, 2, false>(x_map, w_map, problem, blocks, early, on);
+        case 6440: return launch<64, 4, false>(x_map, w_map, problem, blocks, early, on);
+        case 12810: return launch<128, 1, false>(x_map, w_map, problem, blocks, early, on);
+        case 12811: return launch<128, 1, true>(x_map, w_map, problem, blocks, early, on);
+        case 12820: return launch<128, 2, false>(x_map, w_map, problem, blocks, early, on);
+        case 12840: return launch<128, 4, false>(x_map, w_map, problem, blocks, early, on);
+        case 12821: return launch<128, 2, true>(x_map, w_map, problem, blocks, early, on);
         default: return -2;
     }
 }

@@ -32,6 +32,7 @@ DENSE, CONTIGUOUS_MODE, MASKED_MODE = 0, 1, 2  # as in grouped_fp8.cu
 ROW_TILES_TOGETHER = 8  # whose columns are walked together, for the L2 cache
 FEW_ROWS = 64  # an expert: narrow tiles in Triton
 CLUSTER = 2  # blocks that share rows
+EARLY = False  # programmatic dependent launch
 TURNS = False  # the two warpgroups of grouped_fp8.cu issue products by turns
 
 
@@ -97,20 +98,19 @@ def launch_cuda(
     turns: bool = TURNS,
     together: int = ROW_TILES_TOGETHER,
     cluster: int = CLUSTER,
+    early: bool = EARLY,
 ) -> torch.Tensor:
     """The kernel of grouped_fp8.cu. Tiles are 64 * `slabs` rows by `columns` (64 or 128); `turns` makes its two
-    warpgroups alternate; `together` row tiles share a walk over the columns; `cluster` blocks share a tile's rows (1 or 2;
-    64 columns: 1, and no turns)."""
+    warpgroups alternate; `together` row tiles share a walk over the columns; `cluster` blocks share a tile's rows (1, 2
+    or 4; with 4 or 64 columns no turns); `early` lets the kernel start beside the end of the one before it."""
     layout = Layout(rows, weight, mode)
     out = layout.empty(rows) if out is None else out
     device = out.device
-    if columns != 128:
-        turns, cluster = False, 1
     code = cuda_library.library().hr_grouped_fp8(
         rows.data.data_ptr(), rows.scale.data_ptr(), layout.scale_step, layout.scale_expert,
         weight.data.data_ptr(), weight.scale.data_ptr(), out.data_ptr(), out.stride(-2),
         None if bounds is None else bounds.data_ptr(), mode, layout.num_rows, layout.experts, layout.n, layout.k,
-        slabs, columns, together, turns, cluster, cuda_library.multiprocessors(device),
+        slabs, columns, together, turns, cluster, early, cuda_library.multiprocessors(device),
         torch.cuda.current_stream(device).cuda_stream,
     )  # fmt: skip
     cuda_library.check(code)
