@@ -14,7 +14,8 @@
 //          block; the two columns of a pair are in its two halves; see `widen` for the place of each bit.
 //
 // One block of threads per multiprocessor takes a run of strips, four at a time. A producer thread keeps a ring of stages
-// full through the bulk copy engine; two warpgroups multiply two strips each.
+// full through the bulk copy engine; four warpgroups multiply a strip each, or two warpgroups two strips where there are
+// many rows. Two blocks may share their rows of x: each reads half of them for both.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -22,16 +23,17 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include <type_traits>
+
 namespace {
 
 constexpr int kStep = 128;                      // of k, in one stage
 constexpr int kStrip = 64;                      // rows of the weight in one wgmma
 constexpr int kStripBytes = kStrip * kStep / 2 + kStrip * kStep / 16;
-constexpr int kStripsTogether = 4;              // of one stage; two for each warpgroup
+constexpr int kStripsTogether = 4;              // of one stage
 constexpr int kMaxStages = 16;
-constexpr int kConsumers = 256;                 // threads that multiply
-constexpr int kThreads = kConsumers + 128;      // and a warpgroup of which one thread fills the ring
-constexpr int kRowThreads = 128;
+constexpr int kRowThreads = 256;
+constexpr int kRowsAhead = 4;                   // 16-byte units of its row that a thread reads before it knows the scale
 constexpr float kTakenOut = 128.0f;             // 2^7, see above
 
 enum Mode { kDense = 0, kContiguous = 1, kMasked = 2 };
@@ -102,6 +104,25 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// The same barrier of another block of the cluster.
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}\n" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done = 0;
     do {
@@ -119,12 +140,21 @@ __device__ __forceinline__ void copy_in(uint32_t to, const void* from, int bytes
                  : "memory");
 }
 
+// To the same place of both blocks of a pair; each one's barrier hears of it.
+__device__ __forceinline__ void copy_in_both(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier), "h"(static_cast<uint16_t>(3))
+        : "memory");
+}
+
 // Waits until the launch before this one has ended and its memory is seen; at once where launches do not overlap.
 __device__ __forceinline__ void wait_for_previous_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_next_launch_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 struct Ring {
     uint32_t full, empty, data;                 // shared addresses
+    uint32_t peer;                              // the other block's rank, where two share their rows
     int stage_bytes, stages;
     int stage = 0;
     uint32_t parity = 0;
@@ -132,6 +162,11 @@ struct Ring {
     __device__ __forceinline__ uint32_t full_barrier() const { return full + 8 * stage; }
     __device__ __forceinline__ uint32_t empty_barrier() const { return empty + 8 * stage; }
     __device__ __forceinline__ uint32_t here() const { return data + stage * stage_bytes; }
+    template <bool PAIR>
+    __device__ __forceinline__ void release(uint32_t barrier) const {
+        barrier_arrive(barrier);
+        if (PAIR) barrier_arrive_at(barrier, peer);
+    }
     __device__ __forceinline__ void next() {
         if (++stage == stages) {
             stage = 0;
@@ -217,95 +252,99 @@ __device__ __forceinline__ uint32_t load4(uint32_t address) {
     return made;
 }
 
-// ---- one tile: STRIPS strips of this warpgroup times N rows of x, all of k ----
+// ---- one tile: STRIPS strips times N rows of x, a part of k ----
 
-template <int STRIPS, int N>
+// With one strip a warpgroup, four of them hide each other's waits; with two, products run while the next are made ready.
+template <int STRIPS, int MOST, int N, bool PAIR>
 __device__ __forceinline__ void multiply_tile(float (&sum)[STRIPS][N / 2], Ring& ring, int chunks, uint32_t strips_at,
                                               int thread) {
+    constexpr int kInFlight = STRIPS - 1;
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) sum[s][i] = 0.0f;
-    uint32_t released = 0;                      // the barrier of the stage that the products in flight still read
+    uint32_t released = 0;                      // the barrier of the stage that products in flight still read
     for (int chunk = 0; chunk < chunks; ++chunk) {
         barrier_wait(ring.full_barrier(), ring.parity);
-        uint32_t here = ring.here(), codes = here + strips_at;
-        uint64_t x = descriptor(here);
+        uint32_t here = ring.here();
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s) {
+            uint32_t codes = here + strips_at + s * kStripBytes;
+            uint32_t scales = load4(codes + 4096 + 4 * thread);
+            uint4 words[2] = {load16(codes + 16 * thread), load16(codes + 2048 + 16 * thread)};
             __half2 scale[4];
-            spread(load4(codes + s * kStripBytes + 4096 + 4 * thread), scale);
+            spread(scales, scale);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 uint32_t a[16];
-                uint4 words = load16(codes + s * kStripBytes + half * 2048 + 16 * thread);
-                widen(words.x, scale[0], a);
-                widen(words.y, scale[1], a + 1);
-                widen(words.z, scale[2], a + 2);
-                widen(words.w, scale[3], a + 3);
+                widen(words[half].x, scale[0], a);
+                widen(words[half].y, scale[1], a + 1);
+                widen(words[half].z, scale[2], a + 2);
+                widen(words[half].w, scale[3], a + 3);
+                uint64_t x = descriptor(__shfl_sync(0xFFFFFFFFu, here + half * MOST * 128, 0));
                 products_fence();
 #pragma unroll
-                for (int j = 0; j < 4; ++j) multiply(sum[s], a + 4 * j, x + half * (N * 128 / 16) + 2 * j);
+                for (int j = 0; j < 4; ++j) multiply(sum[s], a + 4 * j, x + 2 * j);
                 products_commit();
-                products_wait<1>();
-                if (s == 0 && half == 0 && released && thread % 32 == 0) barrier_arrive(released);
+                products_wait<kInFlight>();
+                if (kInFlight && s == 0 && half == 0 && released && thread % 32 == 0) ring.release<PAIR>(released);
             }
         }
-        released = ring.empty_barrier();
+        if (kInFlight) released = ring.empty_barrier();
+        else if (thread % 32 == 0) ring.release<PAIR>(ring.empty_barrier());
         ring.next();
     }
-    products_wait<0>();
-    if (released && thread % 32 == 0) barrier_arrive(released);
+    if (kInFlight) products_wait<0>();
+    if (kInFlight && released && thread % 32 == 0) ring.release<PAIR>(released);
 }
 
 // Neighbouring lanes of a column of sums trade, so that each stores two neighbouring columns of one row of y.
-template <int STRIPS, int N>
-__device__ __forceinline__ void store_tile(const Problem& p, float (&sum)[STRIPS][N / 2], int expert, int first_strip,
-                                           Span span, int first_row, int thread) {
+template <int N>
+__device__ __forceinline__ void store_tile(const Problem& p, float (&sum)[N / 2], int expert, int strip, Span span,
+                                           int first_row, int thread) {
     int lane = thread % 32, g = lane / 4, t = lane % 4;
     bool odd = g & 1;
     float factor = p.global_scale[expert] * kTakenOut;
+    int column = strip * kStrip + thread / 32 * 16 + (g & ~1);
 #pragma unroll
     for (int i = 0; i < N / 8; ++i) {
         int row = first_row + 8 * i + 2 * t + odd;
         bool real = row < span.count;
         float scale = real && !p.partial ? p.row_scale[span.x_begin + row] * factor : 1.0f;
+        __nv_bfloat16* to = p.out + (long long)(span.out_begin + row) * p.out_stride + column;
+        float* partial = p.partial + ((long long)blockIdx.y * p.rows + row) * p.n + column;
 #pragma unroll
-        for (int s = 0; s < STRIPS; ++s) {
-            int column = (first_strip + s) * kStrip + thread / 32 * 16 + (g & ~1);
-            __nv_bfloat16* to = p.out + (long long)(span.out_begin + row) * p.out_stride + column;
-            float* partial = p.partial + ((long long)blockIdx.y * p.rows + row) * p.n + column;
-#pragma unroll
-            for (int low = 0; low < 2; ++low) {
-                float even_row = sum[s][4 * i + 2 * low], odd_row = sum[s][4 * i + 2 * low + 1];
-                float got = __shfl_xor_sync(0xFFFFFFFFu, odd ? even_row : odd_row, 4);
-                float left = odd ? got : even_row, right = odd ? odd_row : got;
-                if (!real || column + 8 * low >= p.n) continue;
-                if (p.partial) *reinterpret_cast<float2*>(partial + 8 * low) = make_float2(left, right);
-                else *reinterpret_cast<__nv_bfloat162*>(to + 8 * low) = __floats2bfloat162_rn(left * scale, right * scale);
-            }
+        for (int low = 0; low < 2; ++low) {
+            float even_row = sum[4 * i + 2 * low], odd_row = sum[4 * i + 2 * low + 1];
+            float got = __shfl_xor_sync(0xFFFFFFFFu, odd ? even_row : odd_row, 4);
+            float left = odd ? got : even_row, right = odd ? odd_row : got;
+            if (!real || column + 8 * low >= p.n) continue;
+            if (p.partial) *reinterpret_cast<float2*>(partial + 8 * low) = make_float2(left, right);
+            else *reinterpret_cast<__nv_bfloat162*>(to + 8 * low) = __floats2bfloat162_rn(left * scale, right * scale);
         }
     }
 }
 
-template <int STRIPS, int N>
-__device__ __forceinline__ void consume(const Problem& p, Ring& ring, int expert, int first_strip, uint32_t strips_at,
-                                        Span span, int first_row, int thread) {
+template <int STRIPS, int MOST, int N, bool PAIR>
+__device__ __forceinline__ void consume(const Problem& p, Ring& ring, int expert, int strip, uint32_t strips_at, Span span,
+                                        int first_row, int thread) {
     float sum[STRIPS][N / 2];
-    multiply_tile<STRIPS, N>(sum, ring, part_of(p).chunks, strips_at, thread);
+    multiply_tile<STRIPS, MOST, N, PAIR>(sum, ring, part_of(p).chunks, strips_at, thread);
     wait_for_previous_launch();
-    store_tile<STRIPS, N>(p, sum, expert, first_strip, span, first_row, thread);
+#pragma unroll
+    for (int s = 0; s < STRIPS; ++s) store_tile<N>(p, sum[s], expert, strip + s, span, first_row, thread);
 }
 
+template <bool PAIR>
 __device__ __forceinline__ void skip_tile(Ring& ring, int chunks, int thread) {
     for (int chunk = 0; chunk < chunks; ++chunk) {
         barrier_wait(ring.full_barrier(), ring.parity);
-        if (thread % 32 == 0) barrier_arrive(ring.empty_barrier());
+        if (thread % 32 == 0) ring.release<PAIR>(ring.empty_barrier());
         ring.next();
     }
 }
 
-template <int N>
+template <int N, bool PAIR>
 __device__ __forceinline__ void produce(const Problem& p, Ring& ring, int first, int last) {
     bool waited = false;
     Part part = part_of(p);
@@ -327,33 +366,45 @@ __device__ __forceinline__ void produce(const Problem& p, Ring& ring, int first,
                             weight + ((long long)s * p.chunks + chunk) * kStripBytes, kStripBytes, full);
                 if (!waited) wait_for_previous_launch();
                 waited = true;
-                for (int half = 0; half < 2; ++half)
-                    copy_in(here + half * N * 128, x + (2ll * chunk + half) * p.x_rows * 128, x_bytes, full);
+                if (PAIR) {
+                    int half = 1 - ring.peer;
+                    copy_in_both(here + half * N * 128, x + (2ll * chunk + half) * p.x_rows * 128, x_bytes, full);
+                } else {
+                    for (int half = 0; half < 2; ++half)
+                        copy_in(here + half * N * 128, x + (2ll * chunk + half) * p.x_rows * 128, x_bytes, full);
+                }
                 ring.next();
             }
         }
     }
 }
 
-template <int N>
+template <int GROUPS, int N, bool PAIR>
 __device__ __forceinline__ void consume_all(const Problem& p, Ring& ring, int first, int last) {
+    constexpr int kEach = kStripsTogether / GROUPS;
     int group = threadIdx.x / 128, thread = threadIdx.x % 128;
     for (int strip = first, together; strip < last; strip += together) {
         int expert = strip / p.strips, in_expert = strip % p.strips;
         together = next_pass(last - strip, p.strips - in_expert);
-        int mine = group == 0 ? (together + 1) / 2 : together / 2, before = group == 0 ? 0 : (together + 1) / 2;
+        int before = GROUPS == 4 || together > 2 ? group * kEach : group, mine = min(kEach, together - before);
+        if (GROUPS == 2 && together <= 2) mine = min(mine, 1);
         uint32_t strips_at = 2 * N * 128 + before * kStripBytes;
+        int at = in_expert + before;
         Span span = span_of(p, expert);
         for (int row = 0; row < span.count; row += N) {
-            if (mine == 2) consume<2, N>(p, ring, expert, in_expert + before, strips_at, span, row, thread);
-            else if (mine == 1) consume<1, N>(p, ring, expert, in_expert + before, strips_at, span, row, thread);
-            else skip_tile(ring, part_of(p).chunks, thread);
+            bool few = span.count - row <= N / 2;
+            if (mine <= 0) skip_tile<PAIR>(ring, part_of(p).chunks, thread);
+            else if (mine == 1 && few) consume<1, N, N / 2, PAIR>(p, ring, expert, at, strips_at, span, row, thread);
+            else if (mine == 1) consume<1, N, N, PAIR>(p, ring, expert, at, strips_at, span, row, thread);
+            else if (few) consume<kEach, N, N / 2, PAIR>(p, ring, expert, at, strips_at, span, row, thread);
+            else consume<kEach, N, N, PAIR>(p, ring, expert, at, strips_at, span, row, thread);
         }
     }
 }
 
-template <int N>
-__global__ void __launch_bounds__(kThreads, 1) multiply_kernel(const Problem p) {
+// GROUPS warpgroups multiply, and one thread of another fills the ring.
+template <int GROUPS, int N, bool PAIR>
+__global__ void __launch_bounds__(128 * GROUPS + 128, 1) multiply_kernel(const Problem p) {
     extern __shared__ uint8_t memory[];
     __shared__ uint64_t barriers[2 * kMaxStages];
     Ring ring;
@@ -365,20 +416,23 @@ __global__ void __launch_bounds__(kThreads, 1) multiply_kernel(const Problem p) 
     if (threadIdx.x == 0) {
         for (int i = 0; i < p.stages; ++i) {
             barrier_init(ring.full + 8 * i, 1);
-            barrier_init(ring.empty + 8 * i, kConsumers / 32);
+            barrier_init(ring.empty + 8 * i, (PAIR ? 2 : 1) * GROUPS * 4);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
-    __syncthreads();
+    ring.peer = PAIR ? cluster_rank() ^ 1 : 0;
+    if (PAIR) cluster_sync();
+    else __syncthreads();
     int first = blockIdx.x * p.strips_each, last = min(first + p.strips_each, p.experts * p.strips);
-    if (threadIdx.x >= kConsumers) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (threadIdx.x == kConsumers) produce<N>(p, ring, first, last);
+    if (threadIdx.x >= 128 * GROUPS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 40 : PAIR ? 64 : 32));
+        if (threadIdx.x == 128 * GROUPS) produce<N, PAIR>(p, ring, first, last);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        consume_all<N>(p, ring, first, last);
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 232 : PAIR ? 104 : 112));
+        consume_all<GROUPS, N, PAIR>(p, ring, first, last);
     }
+    if (PAIR) cluster_sync();                   // the other may still copy to here, and arrive
 }
 
 // ---- rows ----
@@ -408,6 +462,29 @@ __device__ __forceinline__ float power_below(float amax) {
     return __int_as_float(max(exponent, 1) << 23);
 }
 
+__device__ __forceinline__ float2 as_floats(uint16_t pair) {
+    return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
+}
+
+__device__ __forceinline__ float2 as_floats(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
+
+template <bool FP8>
+struct Unit {
+    using Pair = std::conditional_t<FP8, uint16_t, __nv_bfloat162>;
+    Pair pair[4];
+};
+
+// Four pairs of columns that are neighbours in the products' order: pair j of every other block of 16 columns. Unit i of a
+// row: 8 units to each 64 of k.
+template <bool FP8>
+__device__ __forceinline__ Unit<FP8> read_unit(const uint8_t* x, int i) {
+    Unit<FP8> unit;
+    int chunk = i / 16, j = i / 2 % 8, block = i % 2, pair = chunk * kStep / 2 + 8 * block + j;
+#pragma unroll
+    for (int t = 0; t < 4; ++t) unit.pair[t] = reinterpret_cast<const typename Unit<FP8>::Pair*>(x)[pair + 16 * t];
+    return unit;
+}
+
 template <bool FP8>
 __global__ void __launch_bounds__(kRowThreads) rows_kernel(const Rows p) {
     let_next_launch_begin();
@@ -418,6 +495,11 @@ __global__ void __launch_bounds__(kRowThreads) rows_kernel(const Rows p) {
     int x_row = p.mode == kMasked ? expert * ((p.rows + 7) / 8 * 8) + inside : row;
     const uint8_t* x = p.x + row * p.x_stride;
     const float* scales = FP8 ? p.x_scale + expert * p.scale_expert + inside : nullptr;
+    int units = p.chunks * 16;
+    Unit<FP8> ahead[kRowsAhead];
+#pragma unroll
+    for (int i = 0; i < kRowsAhead; ++i)
+        if (threadIdx.x + i * kRowThreads < units) ahead[i] = read_unit<FP8>(x, threadIdx.x + i * kRowThreads);
     float most = 0.0f;
     if (FP8) {
         for (int i = threadIdx.x; i < p.chunks; i += kRowThreads) most = fmaxf(most, scales[i * p.scale_step]);
@@ -430,21 +512,21 @@ __global__ void __launch_bounds__(kRowThreads) rows_kernel(const Rows p) {
     most = block_max(most);
     float scale = FP8 ? most : power_below(most), inverse = 1.0f / scale;
     if (threadIdx.x == 0) p.row_scale[x_row] = scale;
-    for (int i = threadIdx.x; i < p.chunks * 16; i += kRowThreads) {
-        int chunk = i / 16, half = i / 8 % 2, unit = i % 8;
-        int pair = (chunk * kStep + 2 * (4 * half + unit / 2) + 16 * (unit % 2)) / 2;  // of columns, of block unit % 2
-        float ratio = FP8 ? scales[chunk * p.scale_step] * inverse : inverse;
+    auto write = [&](int i, const Unit<FP8>& unit) {
+        float ratio = FP8 ? scales[i / 16 * p.scale_step] * inverse : inverse;
         __half2 made[4];
 #pragma unroll
         for (int t = 0; t < 4; ++t) {
-            float2 value;
-            if (FP8) value = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(reinterpret_cast<const uint16_t*>(x)[pair + 16 * t], __NV_E4M3)));
-            else value = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162*>(x)[pair + 16 * t]);
+            float2 value = as_floats(unit.pair[t]);
             made[t] = __floats2half2_rn(value.x * ratio, value.y * ratio);
         }
-        uint8_t* line = p.to + ((2ll * chunk + half) * p.x_rows + x_row) * 128;
-        *reinterpret_cast<uint4*>(line + (unit ^ (x_row & 7)) * 16) = *reinterpret_cast<uint4*>(made);
-    }
+        uint8_t* line = p.to + ((long long)(i / 8) * p.x_rows + x_row) * 128;
+        *reinterpret_cast<uint4*>(line + (i % 8 ^ (x_row & 7)) * 16) = *reinterpret_cast<uint4*>(made);
+    };
+#pragma unroll
+    for (int i = 0; i < kRowsAhead; ++i)
+        if (threadIdx.x + i * kRowThreads < units) write(threadIdx.x + i * kRowThreads, ahead[i]);
+    for (int i = threadIdx.x + kRowsAhead * kRowThreads; i < units; i += kRowThreads) write(i, read_unit<FP8>(x, i));
 }
 
 // ---- sums over the parts of k ----
@@ -480,24 +562,26 @@ extern "C" int hr_nvfp4_rows(const void* x, const void* x_scale, long long x_str
 
 namespace {
 
-template <int N>
+template <int GROUPS, int N, bool PAIR>
 int launch(Problem& p, int parts, bool overlap, cudaStream_t stream) {
     int stage_bytes = 2 * N * 128 + kStripsTogether * kStripBytes, room = 227 * 1024 - 1024 - 2 * 8 * kMaxStages;
     p.stages = room / stage_bytes < kMaxStages ? room / stage_bytes : kMaxStages;
     int bytes = p.stages * stage_bytes + 1024, strips = p.experts * p.strips;
-    cudaError_t error = cudaFuncSetAttribute(multiply_kernel<N>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    cudaError_t error = cudaFuncSetAttribute(multiply_kernel<GROUPS, N, PAIR>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {PAIR ? 2u : 1u, 1, 1};
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3((strips + p.strips_each - 1) / p.strips_each, parts);
-    config.blockDim = dim3(kThreads);
+    config.blockDim = dim3(128 * GROUPS + 128);
     config.dynamicSmemBytes = bytes;
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = overlap ? 1 : 0;
-    error = cudaLaunchKernelEx(&config, multiply_kernel<N>, p);
+    config.attrs = attributes;
+    config.numAttrs = overlap ? 2 : 1;
+    error = cudaLaunchKernelEx(&config, multiply_kernel<GROUPS, N, PAIR>, p);
     if (error == cudaSuccess && parts > 1)
         add_kernel<<<((long long)p.rows * p.n / 2 + 255) / 256, 256, 0, stream>>>(p, parts);
     return error != cudaSuccess ? error : cudaGetLastError();
@@ -505,24 +589,26 @@ int launch(Problem& p, int parts, bool overlap, cudaStream_t stream) {
 
 }  // namespace
 
-// tile: rows of x multiplied at once: 16, 32, 64 or 128. strips_each: of one block of threads. parts: of k, for as many
-// blocks; more than one only where dense, with `partial` of parts * rows * n floats. overlap: begin while the launch
+// tile: most rows of x multiplied at once: 32, 64 or 128. strips_each: of one block of threads. parts: of k, for as many
+// blocks; more than one only where dense, with `partial` of parts * rows * n floats. pair: two blocks share their
+// rows of x; only where an expert's strips are a multiple of 2 * strips_each. overlap: begin while the launch
 // before still runs; allowed only right after hr_nvfp4_rows. 0, a CUDA error, or -2 for sizes that it does not take.
 extern "C" int hr_nvfp4_multiply(const void* weight, const void* x, const void* row_scale, const void* global_scale,
                                  const void* bounds, void* out, void* partial, long long out_stride, int mode, int rows,
-                                 int x_rows, int experts, int n, int k, int tile, int strips_each, int parts, int overlap,
+                                 int x_rows, int experts, int n, int k, int tile, int strips_each, int parts, int pair,
+                                 int overlap,
                                  void* stream) {
     if (k % kStep || n % 2 || strips_each < 1 || parts < 1 || (parts > 1 && (mode != kDense || !partial))) return -2;
+    if (pair && (n + kStrip - 1) / kStrip % (2 * strips_each)) return -2;
     Problem p{static_cast<const uint8_t*>(weight), static_cast<const uint8_t*>(x), static_cast<const float*>(row_scale),
               static_cast<const float*>(global_scale), static_cast<const int*>(bounds), static_cast<__nv_bfloat16*>(out),
               parts > 1 ? static_cast<float*>(partial) : nullptr, out_stride, mode, rows, x_rows, experts,
               (n + kStrip - 1) / kStrip, k / kStep, n, strips_each, (k / kStep + parts - 1) / parts, 0};
     cudaStream_t on = static_cast<cudaStream_t>(stream);
     switch (tile) {
-        case 16: return launch<16>(p, parts, overlap, on);
-        case 32: return launch<32>(p, parts, overlap, on);
-        case 64: return launch<64>(p, parts, overlap, on);
-        case 128: return launch<128>(p, parts, overlap, on);
+        case 32: return pair ? launch<4, 32, true>(p, parts, overlap, on) : launch<4, 32, false>(p, parts, overlap, on);
+        case 64: return pair ? launch<4, 64, true>(p, parts, overlap, on) : launch<4, 64, false>(p, parts, overlap, on);
+        case 128: return pair ? launch<2, 128, true>(p, parts, overlap, on) : launch<2, 128, false>(p, parts, overlap, on);
         default: return -2;
     }
 }

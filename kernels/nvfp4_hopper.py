@@ -35,7 +35,8 @@ from kernels.triton_support import needs_capability
 DENSE, CONTIGUOUS, MASKED = 0, 1, 2  # as in nvfp4_hopper.cu
 STRIP, STEP, STRIP_BYTES = 64, 128, 4608
 SIGN_PLACES, REST_PLACES = (15, 12, 14, 13), (9, 6, 3, 0)  # of each of a half word's four codes; see `widen`
-TILES = (16, 32, 64, 128)
+TILES = (32, 64, 128)
+PAIR_ROWS = 1 << 30  # from which many rows on two blocks of threads share them
 
 _needs_hopper = needs_capability(9, exactly=True)
 
@@ -90,10 +91,12 @@ def multiply(
     *,
     tile: int | None = None,
     split: tuple[int, int] | None = None,
+    pair: bool | None = None,
     overlap: bool = True,
 ) -> torch.Tensor:
     """`tile` rows are multiplied at once: by default the fewest of TILES that hold a typical expert's rows. `split`: see
-    `split_for`. `overlap`: the product's launch begins while the rows' launch still runs."""
+    `split_for`. `pair`: two blocks of threads share their rows, by default where there are PAIR_ROWS and the strips allow.
+    `overlap`: the product's launch begins while the rows' launch still runs."""
     fp8 = isinstance(rows, Fp8Rows)
     data, scale = rows if fp8 else (rows, None)
     experts, num_rows, k = len(w.data), data.shape[-2], data.shape[-1]
@@ -122,11 +125,13 @@ def multiply(
     processors = cuda_library.multiprocessors(data.device)
     most_parts = 1 if mode != DENSE else k // STEP
     each, parts = split or split_for(experts * w.data.shape[1], k // STEP, min(num_rows, tile), most_parts, processors)
+    if pair is None:
+        pair = min(num_rows, tile) >= PAIR_ROWS and w.data.shape[1] % (2 * each) == 0
     partial = torch.empty(parts, num_rows, w.n, device=data.device) if parts > 1 else None
     code = library().hr_nvfp4_multiply(
         w.data.data_ptr(), x.data_ptr(), row_scale.data_ptr(), w.global_scale.data_ptr(), at, out.data_ptr(),
         None if partial is None else partial.data_ptr(), out.stride(-2), mode, num_rows, x_rows, experts, w.n, k, tile,
-        each, parts, overlap, stream,
+        each, parts, pair, overlap, stream,
     )  # fmt: skip
     _check(code)
     return out
@@ -160,7 +165,7 @@ def _check(code: int) -> None:
 
 
 SOURCE = Path(__file__).with_name("nvfp4_hopper.cu")
-_SIGNATURES = {"hr_nvfp4_rows": "pplllipiiiiippp", "hr_nvfp4_multiply": "pppppppliiiiiiiiiip"}
+_SIGNATURES = {"hr_nvfp4_rows": "pplllipiiiiippp", "hr_nvfp4_multiply": "pppppppliiiiiiiiiiip"}
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64}
 
 
