@@ -14,6 +14,7 @@ import torch
 from headrace.engine import noise
 from headrace.engine.choice import Batched, Cuts
 from kernels import sampling
+from kernels.sampling import Tiles
 
 ROUNDING = 1e-5
 
@@ -63,11 +64,10 @@ def allowed(token, logits, key, temperature, top_k, top_p, min_p):
     return False
 
 
-def check(device, logits, columns, fewest_equal=0.97, **sizes):
+def check(device, logits, columns, fewest_equal=0.97, tiles=Tiles()):
     """Equal to the engine's choice, or explained by rounding; and rows do not depend on each other."""
     on_device = [torch.from_numpy(column).to(device) for column in columns.values()]
-    run = lambda x, c: sampling._launch(x, *c, *sizes.values(), 4, 4) if sizes else sampling._triton(x, *c)  # noqa: E731
-    got = run(logits.to(device), on_device).cpu().numpy()
+    got = sampling._triton(logits.to(device), *on_device, tiles).cpu().numpy()
     want = expected(logits, **columns)
     different = np.flatnonzero(got != want)
     for row in different:
@@ -75,7 +75,7 @@ def check(device, logits, columns, fewest_equal=0.97, **sizes):
         assert one[1] >= sampling.GREEDY_BELOW and allowed(got[row], logits[row], *one), (row, got[row], want[row], one)
     assert len(different) <= (1 - fewest_equal) * len(got), (different, got[different], want[different])
     for row in range(0, len(got), max(1, len(got) // 2)):
-        alone = run(logits[row : row + 1].to(device), [column[row : row + 1] for column in on_device])
+        alone = sampling._triton(logits[row : row + 1].to(device), *(c[row : row + 1] for c in on_device), tiles)
         assert int(alone) == got[row]
 
 
@@ -131,15 +131,8 @@ def test_reference_is_the_engines_choice(vocab):
 def test_random_rows_and_cuts(triton_device, vocab, piece, block, room):
     """Small rooms force the form for many survivors, piece and block sizes the walk over a row."""
     count = 8 if triton_device.type == "cpu" else 400
-    check(
-        triton_device,
-        spread_rows(count, vocab),
-        parameters(count, vocab, vocab),
-        0.9,
-        piece=piece,
-        block=block,
-        room=room,
-    )
+    tiles = Tiles(piece, block, room, 2, 4, 4, 4)
+    check(triton_device, spread_rows(count, vocab), parameters(count, vocab, vocab), 0.8, tiles)
 
 
 CUTS = ({}, {"top_k": 1}, {"top_k": 7}, {"top_p": 0.5}, {"top_p": 1e-9}, {"min_p": 0.3}, {"top_k": 50, "top_p": 0.7})
@@ -156,7 +149,7 @@ def test_hard_rows(triton_device, room):
     for place, (_, cut) in enumerate(cases):
         for name, value in cut.items():
             columns[name][place] = value
-    check(triton_device, hard_rows(100)[[row for row, _ in cases]], columns, 0.7, piece=64, block=64, room=room)
+    check(triton_device, hard_rows(100)[[row for row, _ in cases]], columns, 0.7, Tiles(64, 64, room, 4, 4, 4, 4))
 
 
 def test_ties_on_the_edge_stay_for_top_k_and_leave_by_id_for_top_p(triton_device):
@@ -169,7 +162,7 @@ def test_ties_on_the_edge_stay_for_top_k_and_leave_by_id_for_top_p(triton_device
     for top_k, top_p, possible in ((2, 1.0, range(3, 19)), (2, 0.5, range(3, 11)), (0, 1e-6, [3])):
         ks = zeros.int() + top_k
         for room in (8,) if triton_device.type == "cpu" else (8, 64):
-            got = sampling._launch(logits, keys, ones, ks, ones * top_p, zeros, 64, 64, room, 4, 4)
+            got = sampling._triton(logits, keys, ones, ks, ones * top_p, zeros, Tiles(64, 64, room, 1, 4, 4, 4))
             seen = set(got.tolist())
             assert seen <= set(possible) and (count < 300 or seen == set(possible))
 
