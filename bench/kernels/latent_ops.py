@@ -28,7 +28,7 @@ def rows(device: torch.device, ceilings: Ceilings, progress: Callable[[str], Non
     made = []
     for tokens in (2048, PREFILL):
         made += _concat_rows(device, ceilings, progress, vendor, tokens)
-    for tokens in (*DECODE[1:], 4096):
+    for tokens in (256, 4096, PREFILL):
         made += _quantise_rows(device, ceilings, progress, vendor, tokens)
         made += _write_rows(device, ceilings, progress, vendor, tokens)
     made += _prefill_rows(device, ceilings, progress, PREFILL)
@@ -235,7 +235,10 @@ class _Step:
         self.gain = torch.rand(LATENT, device=device).add(0.5).to(BF16)
         self.cos, self.sin = _angles(tokens, device)
         self.pool = torch.zeros(-(-tokens // BLOCK) + 1, BLOCK, ROW, device=device, dtype=BF16)
-        self.slots = torch.randperm(tokens, device=device)
+        at, blocks = torch.arange(tokens, device=device), torch.randperm(-(-tokens // BLOCK), device=device)
+        self.slots = blocks[at // BLOCK] * BLOCK + at % BLOCK  # a prompt fills whole blocks
+        if tokens in DECODE:
+            self.slots = torch.randperm(len(self.pool) * BLOCK, device=device)[:tokens]
         self.absorbed = torch.zeros(tokens, HEADS, ROW, device=device, dtype=BF16)
 
     def finished(self) -> tuple[torch.Tensor, torch.Tensor]:
