@@ -28,6 +28,7 @@ from headrace.engine.engine import EngineParts
 from headrace.engine.prefill import PrefillBatcher
 from headrace.engine.request import DecodeSequence, PrefillJob, PrefillSequence
 from headrace.errors import ConfigError
+from headrace.model.deepseek_gpu import DecodeInputs
 from headrace.model.gpu_kernels import GpuKernels
 from headrace.model.random_weights import PUBLISHED, published_config, random_transformer
 from headrace.protocol import SamplingParams
@@ -194,10 +195,27 @@ class RankBench:
             batcher.run_once()
         torch.cuda.synchronize()
         gaps = np.diff(times[WARM_STEPS:])
-        profile = op_times.kernel_times(batcher.run_once, calls=1)
         for handle in range(batch):
             batcher.remove(handle)
+        inputs = self._inputs(lens + steps // 2, per_sample)
+        self.transformer.plan_decode(inputs, parts.pool, (lens + steps // 2).astype(np.int32))
+        self.transformer.decode(inputs, parts.pool)
+        profile = op_times.kernel_times(self.transformer, lambda: self.transformer.decode(inputs, parts.pool))
         return float(np.median(gaps)), profile
+
+    def _inputs(self, lens: np.ndarray, per_sample: list[int]) -> DecodeInputs:
+        """The same samples as tensors, for the one eager step that is profiled."""
+        tables = np.zeros((len(lens), max(per_sample)), np.int32)
+        first = 1
+        for row, blocks in zip(tables, per_sample, strict=True):
+            row[:blocks] = np.arange(first, first + blocks)
+            first += blocks
+        at = lens.astype(np.int64) - 1
+        slots = tables[np.arange(len(lens)), at // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + at % BLOCK_SIZE
+        there = (
+            torch.from_numpy(one).to(self.device) for one in (at * 0 + 17, at, slots, tables, lens.astype(np.int32))
+        )
+        return DecodeInputs(*there)
 
     def _sequences(self, lens: np.ndarray, per_sample: list[int], steps: int) -> Iterator[DecodeSequence]:
         draws = np.random.default_rng(1)
@@ -228,7 +246,10 @@ class RankBench:
         batcher = PrefillBatcher(parts.runner, tokens)
         self.transformer.moe_dp_chunk_tokens = chunk
         try:
-            profile = op_times.kernel_times(lambda: self._prefill_once(batcher, count, length, blocks, 0), calls=1)
+            self._prefill_once(batcher, count, length, blocks, 0)
+            profile = op_times.kernel_times(
+                self.transformer, lambda: self._prefill_once(batcher, count, length, blocks, 0)
+            )
             seconds = [self._prefill_once(batcher, count, length, blocks, 1 + turn) for turn in range(repeats)]
         except torch.OutOfMemoryError as error:
             return {**row, "skipped": str(error).partition(".")[0]}
@@ -244,12 +265,11 @@ class RankBench:
             kv_bytes=KV_DTYPES[kv_dtype].itemsize,
             expert_weight_bytes=self._expert_weight_bytes(),
         )
-        made = self._row(row, share, statistics.median(seconds), profile)
-        for name, op in (("mla_tflops", "attention"), ("moe_tflops", "grouped experts")):
-            us = next((entry["measured_us"] for entry in made["per_op"] if entry["op"] == op), 0.0)
-            flops = op_times.flops_of(op, roofline.step_ops(self.config, share, "prefill"))
-            made[name] = flops / us * 1e-6 if us else None
-        return made
+        ops = self._as_run(roofline.step_ops(self.config, share, "prefill"))
+        return self._row(row, share, statistics.median(seconds), profile) | {
+            "mla_tflops": op_times.tflops_of("mla_prefill", ops, profile),
+            "moe_tflops": op_times.tflops_of("experts", ops, profile),
+        }
 
     def _prefill_once(self, batcher: PrefillBatcher, count: int, length: int, blocks: int, seed: int) -> float:
         draws = np.random.default_rng(seed)
@@ -276,6 +296,12 @@ class RankBench:
     def _expert_weight_bytes(self) -> float:
         return roofline.NVFP4_WEIGHT if self.weight_dtype == "nvfp4" else roofline.FP8_WEIGHT
 
+    def _as_run(self, ops: list[roofline.Op]) -> list[roofline.Op]:
+        """The shared expert's ops under the name of the experts', where its rows go through the same products."""
+        if not any(getattr(block.ffn, "own_rows", False) for block in self.transformer.blocks):
+            return ops
+        return [replace(op, name=op.name.replace("shared_", "experts_")) for op in ops]
+
     def _row(
         self, row: dict[str, Any], share: roofline.Share, step_s: float, profile: dict[str, float]
     ) -> dict[str, Any]:
@@ -292,7 +318,7 @@ class RankBench:
             "fraction_by_fast_accum_ceiling": roofline.total_us(ops, fast) / (step_s * 1e6),
             "per_op": [
                 {key: row[key] for key in ("phase", "tokens_per_step", "kv_dtype")} | entry
-                for entry in op_times.beside_the_roofline(ops, self.ceilings, profile)
+                for entry in op_times.beside_the_roofline(self._as_run(ops), self.ceilings, profile)
             ],
         }
 

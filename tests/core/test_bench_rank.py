@@ -65,7 +65,7 @@ def test_drawn_rows_arrive_as_thirty_two_ranks_would_send_them():
     h = torch.randn(tokens, hidden).bfloat16()
     weights, ids = torch.rand(tokens, 8), torch.zeros(tokens, 8, dtype=torch.int32)
     sent = exchange.dispatch(h, weights, ids)
-    routing = exchange._routing(tokens)
+    routing = exchange._routing(tokens, False)
     assert int(routing.plan.counts.sum()) == arrived
     multiple = grouped_linear.row_multiple_for(-(-arrived // 8))
     assert all(int(start) % multiple == 0 for start in sent.starts) and len(sent.starts) == 9
@@ -81,19 +81,41 @@ def test_drawn_rows_arrive_as_thirty_two_ranks_would_send_them():
     assert bool(real[sent.receipt.rows.long()].all()), "every result that comes back is of a real row"
 
 
+def test_the_shared_expert_gets_each_own_token_once():
+    kernels = GpuKernels(torch.device("cpu"))
+    exchange = DrawnExchange(kernels, torch.device("cpu"), num_experts=64, ranks=8, top_k=4)
+    tokens, hidden = 40, 128
+    h, weights, ids = torch.randn(tokens, hidden).bfloat16(), torch.rand(tokens, 4), torch.zeros(tokens, 4).int()
+    sent = exchange.dispatch(h, weights, ids, own=True)
+    assert len(sent.starts) == 10 and sent.receipt.rows.shape == (tokens, 5)
+    assert torch.equal(sent.rows[sent.receipt.rows[:, 4].long()], h), "the last choice is the token itself"
+    assert bool((sent.receipt.weights[:, 4] == 1).all())
+    assert bool((sent.receipt.rows[:, 4] >= sent.starts[8]).all()) and bool(
+        (sent.receipt.rows[:, :4] < sent.starts[8]).all()
+    )
+    plan = exchange._routing(tokens, True).plan
+    real = plan.tokens >= 0
+    assert torch.equal(sent.rows[real], h[plan.tokens[real].long()])
+    assert exchange.arrived(tokens) == int(plan.counts[:8].sum()), "the same draw with and without own rows"
+
+
 def test_experts_that_cannot_be_shared_are_refused():
     with pytest.raises(ValueError, match="256 experts cannot be shared by 24 ranks"):
         DrawnExchange(None, torch.device("cpu"), num_experts=256, ranks=24, top_k=8)
 
 
-def test_every_kernel_lands_in_a_group_or_under_its_own_name():
+def test_measured_ops_stand_beside_their_roofline_and_nothing_is_dropped():
     ops = step_ops(published_config("deepseek-r1"), decode_share(64, 3072), "decode")
-    kernels = {"flash_fwd_splitkv_mla_kernel": 10.0, "_add_norm_kernel": 2.0, "something_else": 1.0}
-    entries = op_times.beside_the_roofline(ops, CEILINGS, kernels)
+    measured = {"mla_decode": 10.0, "norm_quantise": 2.0, "other: something": 1.0}
+    entries = op_times.beside_the_roofline(ops, CEILINGS, measured)
     found = {entry["op"]: entry["measured_us"] for entry in entries}
-    assert found["attention"] == 10.0 and found["norm, quantise"] == 2.0 and found["something_else"] == 1.0
-    assert sum(entry["measured_us"] for entry in entries) == 13.0
+    assert found["mla_decode"] == 10.0 and found["norm_quantise"] == 2.0 and found["other: something"] == 1.0
+    assert found["o_proj"] is None, "what was not seen says so"
     assert sum(entry["roofline_us"] for entry in entries) == pytest.approx(total_us(ops, CEILINGS))
+    assert op_times.tflops_of("mla_decode", ops, measured) == pytest.approx(
+        61 * 2 * 128 * 1088 * 64 * 3072 / 10.0 * 1e-6
+    )
+    assert op_times.tflops_of("experts", ops, measured) is None
     json.dumps(entries)
 
 
