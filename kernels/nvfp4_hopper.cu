@@ -266,7 +266,7 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[STRIPS][N / 2], Ring&
     uint32_t released = 0;                      // the barrier of the stage that products in flight still read
     for (int chunk = 0; chunk < chunks; ++chunk) {
         barrier_wait(ring.full_barrier(), ring.parity);
-        uint32_t here = ring.here();
+        uint32_t here = __shfl_sync(0xFFFFFFFFu, ring.here(), 0);  // of the warp, not of a thread
 #pragma unroll
         for (int s = 0; s < STRIPS; ++s) {
             uint32_t codes = here + strips_at + s * kStripBytes;
@@ -281,7 +281,7 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[STRIPS][N / 2], Ring&
                 widen(words[half].y, scale[1], a + 1);
                 widen(words[half].z, scale[2], a + 2);
                 widen(words[half].w, scale[3], a + 3);
-                uint64_t x = descriptor(__shfl_sync(0xFFFFFFFFu, here + half * MOST * 128, 0));
+                uint64_t x = descriptor(here + half * MOST * 128);
                 products_fence();
 #pragma unroll
                 for (int j = 0; j < 4; ++j) multiply(sum[s], a + 4 * j, x + 2 * j);
