@@ -220,8 +220,8 @@ def _of_row(table, row, which, PIECES: tl.constexpr, PIECES_BLOCK: tl.constexpr)
 
 @jit
 def _bracket(table, row, most, total, k, p, relative, vocab, PIECES: tl.constexpr, PIECES_BLOCK: tl.constexpr):
-    """Two neighbouring depths with the first cut between them: keys lo and hi (int64), how many tokens are at or above
-    lo, which depth lo is (-1: below all), and count and weight at or above hi."""
+    """Two neighbouring depths with the first cut between them, as a bracket: keys lo and hi (int64), how many tokens are
+    at or above lo, count and weight at or above hi. And which depth lo is (-1: below all)."""
     lo, hi = most.to(tl.int64) * 0 - 0x7F800000, _ordered(most).to(tl.int64) + 1
     count, which, above_count, above = vocab, -1, 0, 0.0
     below = 1
@@ -240,7 +240,7 @@ def _bracket(table, row, most, total, k, p, relative, vocab, PIECES: tl.constexp
             lo, count, which = key, many, i
         elif below > 0:
             hi, above_count, above, below = key, many, weight, 0
-    return lo, hi, count, which, above_count, above
+    return (lo, hi, count, above_count, above), which
 
 
 @jit
@@ -256,16 +256,14 @@ def _collect(
     if (heat >= 1e-5) & _has_cut(k, p, relative, vocab):
         most = _largest(floats, row, PIECES, PIECES_BLOCK)
         total = _total(floats, row, most, PIECES, PIECES_BLOCK)
-        lo, hi, count, which, above_count, above = _bracket(
-            table, row, most, total, k, p, relative, vocab, PIECES, PIECES_BLOCK
-        )
-        if (which >= 0) & (count <= ROOM):
+        bracket, which = _bracket(table, row, most, total, k, p, relative, vocab, PIECES, PIECES_BLOCK)
+        if (which >= 0) & (bracket[2] <= ROOM):
             counts, each = _of_row(table, row, 4 + which, PIECES, PIECES_BLOCK), tl.arange(0, PIECES_BLOCK)
             before = tl.sum(tl.where(each < piece, counts, 0.0)).to(tl.int32)
             if tl.sum(tl.where(each == piece, counts, 0.0)) > 0.0:
                 at = piece * BLOCK + tl.arange(0, BLOCK)
                 key, weight = _keyed(logits + row * row_stride, at, vocab, heat, most)
-                _put(rooms + row * (2 * ROOM), before, key >= lo.to(tl.int32), key, at, ROOM)
+                _put(rooms + row * (2 * ROOM), before, key >= bracket[0].to(tl.int32), key, at, ROOM)
 
 
 @jit
@@ -318,8 +316,9 @@ def _in_room(room, found, most, vocab, ROOM: tl.constexpr):
 
 
 @jit
-def _choose_among_few(room, found, noise_key, most, total, k, p, relative, lo, hi, vocab, ROOM: tl.constexpr):
+def _choose_among_few(room, noise_key, most, total, k, p, relative, bracket, vocab, ROOM: tl.constexpr):
     """All that may survive is in the room."""
+    lo, hi, found, above_count, above = bracket
     key, token, weight = _in_room(room, found, most, vocab, ROOM)
     edge, limit = lo, vocab
     if k > 0:
@@ -328,30 +327,18 @@ def _choose_among_few(room, found, noise_key, most, total, k, p, relative, lo, h
         hi = _ordered(most).to(tl.int64) + 1
     if p < 1.0:
         edge = _edge(key, weight, p * total, 0.0, edge, hi)
-        above = tl.sum(tl.where(key > edge.to(tl.int32), weight, 0.0))
-        limit = _last_tie(key, token, edge, p * total, above, most, vocab)
+        heavier = tl.sum(tl.where(key > edge.to(tl.int32), weight, 0.0))
+        limit = _last_tie(key, token, edge, p * total, heavier, most, vocab)
     kept = (key > edge.to(tl.int32)) | ((key == edge.to(tl.int32)) & (token <= limit))
     kept = kept & (weight >= relative) & (token < vocab)
     return _first_best(tl.where(kept, weight / _exponential(noise_key, _hash(token)), -1.0), token, vocab)
 
 
 @jit
-def _narrow(
-    row,
-    heat,
-    most,
-    need,
-    lo,
-    hi,
-    count,
-    above_count,
-    above,
-    vocab,
-    BY_COUNT: tl.constexpr,
-    ROOM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _narrow(line, need, bracket, BY_COUNT: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr):
     """A bracket around the edge, a quarter as wide each time, until its tokens fit in the room or it holds one key."""
+    row, heat, most, vocab = line
+    lo, hi, count, above_count, above = bracket
     while (hi - lo > 1) & (count - above_count > ROOM):
         low, middle, high = lo + (hi - lo) // 4, lo + (hi - lo) // 2, lo + (hi - lo) * 3 // 4
         a, b, c = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -364,21 +351,17 @@ def _narrow(
             i += (key >= low.to(tl.int32)).to(tl.int32)
             j += (key >= middle.to(tl.int32)).to(tl.int32)
             k += (key >= high.to(tl.int32)).to(tl.int32)
-        lo, hi, count, above_count, above = _step(
-            lo, hi, count, above_count, above, low, tl.sum(a), tl.sum(i), need, BY_COUNT
-        )
-        lo, hi, count, above_count, above = _step(
-            lo, hi, count, above_count, above, middle, tl.sum(b), tl.sum(j), need, BY_COUNT
-        )
-        lo, hi, count, above_count, above = _step(
-            lo, hi, count, above_count, above, high, tl.sum(c), tl.sum(k), need, BY_COUNT
-        )
+        bracket = (lo, hi, count, above_count, above)
+        bracket = _step(bracket, low, tl.sum(a), tl.sum(i), need, BY_COUNT)
+        bracket = _step(bracket, middle, tl.sum(b), tl.sum(j), need, BY_COUNT)
+        lo, hi, count, above_count, above = _step(bracket, high, tl.sum(c), tl.sum(k), need, BY_COUNT)
     return lo, hi, count, above_count, above
 
 
 @jit
-def _step(lo, hi, count, above_count, above, key, weight, many, need, BY_COUNT: tl.constexpr):
+def _step(bracket, key, weight, many, need, BY_COUNT: tl.constexpr):
     """`key` becomes an end of the bracket, unless it lies outside already."""
+    lo, hi, count, above_count, above = bracket
     reached = weight >= need
     if BY_COUNT:
         reached = many.to(tl.float32) >= need
@@ -390,26 +373,10 @@ def _step(lo, hi, count, above_count, above, key, weight, many, need, BY_COUNT: 
 
 
 @jit
-def _closed(
-    row,
-    room,
-    heat,
-    most,
-    need,
-    lo,
-    hi,
-    count,
-    above_count,
-    above,
-    vocab,
-    BY_COUNT: tl.constexpr,
-    ROOM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _closed(line, room, need, bracket, BY_COUNT: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr):
     """The edge over the whole row: its key, the weight at or above it, and the last id that stays on it."""
-    lo, hi, count, above_count, above = _narrow(
-        row, heat, most, need, lo, hi, count, above_count, above, vocab, BY_COUNT, ROOM, BLOCK
-    )
+    row, heat, most, vocab = line
+    lo, hi, count, above_count, above = _narrow(line, need, bracket, BY_COUNT, ROOM, BLOCK)
     edge, upto, limit = lo, above, vocab
     if count - above_count <= ROOM:
         found = 0
@@ -454,35 +421,17 @@ def _last_tie_in_row(row, heat, edge, keep, vocab, BLOCK: tl.constexpr):
 
 @jit
 def _choose_among_many(
-    row,
-    room,
-    noise_key,
-    heat,
-    most,
-    total,
-    k,
-    p,
-    relative,
-    lo,
-    hi,
-    count,
-    above_count,
-    above,
-    vocab,
-    ROOM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    line, room, noise_key, total, k, p, relative, bracket, ROOM: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """The edges over the whole row, then the noise in one more reading."""
-    edge, limit = lo, vocab
+    row, heat, most, vocab = line
+    edge, limit = bracket[0], vocab
     if k > 0:
-        edge, total, limit = _closed(
-            row, room, heat, most, k.to(tl.float32), lo, hi, count, above_count, above, vocab, True, ROOM, BLOCK
-        )
-        lo, hi, count, above_count, above = edge, _ordered(most).to(tl.int64) + 1, vocab, 0, 0.0
+        edge, total, limit = _closed(line, room, k.to(tl.float32), bracket, True, ROOM, BLOCK)
+        # how many are at or above the edge is not known: `vocab` makes the next search go on to its end
+        bracket = (edge, _ordered(most).to(tl.int64) + 1, vocab, 0, 0.0)
     if p < 1.0:
-        edge, upto, limit = _closed(
-            row, room, heat, most, p * total, lo, hi, count, above_count, above, vocab, False, ROOM, BLOCK
-        )
+        edge, upto, limit = _closed(line, room, p * total, bracket, False, ROOM, BLOCK)
     best, winner = tl.full([BLOCK], -1.0, tl.float32), tl.zeros([BLOCK], tl.int32)
     for start in tl.range(0, vocab, BLOCK, num_stages=3):
         at = start + tl.arange(0, BLOCK)
@@ -517,29 +466,10 @@ def _settle(
     else:
         start, room, noise_key = logits + row * row_stride, rooms + row * (2 * ROOM), tl.load(keys + row)
         total = _total(floats, row, most, PIECES, PIECES_BLOCK)
-        lo, hi, count, which, above_count, above = _bracket(
-            table, row, most, total, k, p, relative, vocab, PIECES, PIECES_BLOCK
-        )
-        if (which >= 0) & (count <= ROOM):
-            winner = _choose_among_few(room, count, noise_key, most, total, k, p, relative, lo, hi, vocab, ROOM)
+        bracket, which = _bracket(table, row, most, total, k, p, relative, vocab, PIECES, PIECES_BLOCK)
+        if (which >= 0) & (bracket[2] <= ROOM):
+            winner = _choose_among_few(room, noise_key, most, total, k, p, relative, bracket, vocab, ROOM)
         else:
-            winner = _choose_among_many(
-                start,
-                room,
-                noise_key,
-                heat,
-                most,
-                total,
-                k,
-                p,
-                relative,
-                lo,
-                hi,
-                count,
-                above_count,
-                above,
-                vocab,
-                ROOM,
-                BLOCK,
-            )
+            line = (start, heat, most, vocab)
+            winner = _choose_among_many(line, room, noise_key, total, k, p, relative, bracket, ROOM, BLOCK)
     tl.store(out + row, winner.to(tl.int64))
