@@ -15,6 +15,7 @@ Weights are exact, sums are fp32: the only rounding besides the rows' own is tha
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import shutil
@@ -182,23 +183,50 @@ def why_not(device: object) -> str | None:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The loaded library with argument types set. Raises BuildFailed."""
-    compiler = shutil.which("nvcc") or str(cuda_library.TOOLKIT)
-    digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(cuda_library.FLAGS).encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / "headrace-kernels"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"nvfp4-{digest}.so"
-    if not path.exists():
-        made = path.with_suffix(f".{hashlib.sha256(str(id(path)).encode()).hexdigest()[:8]}")
+    """The loaded library with argument types set: built on first use, as `cuda_library` does. Raises BuildFailed."""
+    compiler = shutil.which("nvcc") or (str(cuda_library.TOOLKIT) if cuda_library.TOOLKIT.exists() else None)
+    if compiler is None:
+        raise BuildFailed("the NVFP4 kernels need nvcc 12.3 or newer; install a CUDA toolkit to have them")
+    flags = " ".join(cuda_library.FLAGS)
+    name = f"nvfp4-{hashlib.sha256(SOURCE.read_bytes() + flags.encode()).hexdigest()[:16]}.so"
+    problem: object = None
+    for folder in (Path(__file__).with_name("build"), Path(tempfile.gettempdir()) / "headrace-kernels"):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / "nvfp4-lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of a mesh start together: one builds, the rest wait
+                if not (folder / name).exists():
+                    _build(compiler, folder / name)
+            return _load(folder / name)
+        except OSError as error:
+            problem = error
+    raise BuildFailed(f"the NVFP4 kernels cannot be stored or loaded: {problem}")
+
+
+def _build(compiler: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch) / path.name
+        command = [compiler, *cuda_library.FLAGS, str(SOURCE), "-o", str(made)]
         result = subprocess.run(
-            [compiler, *cuda_library.FLAGS, str(SOURCE), "-o", str(made)], capture_output=True, text=True, check=False
+            command, capture_output=True, text=True, timeout=cuda_library.BUILD_TIMEOUT_S, check=False
         )
         if result.returncode:
-            raise BuildFailed(f"{compiler} cannot build the NVFP4 kernels: {result.stderr.strip()[:200]}")
+            error = (result.stderr or result.stdout).strip().splitlines()
+            raise BuildFailed(f"{compiler} cannot build the NVFP4 kernels: {error[0] if error else result.returncode}")
         made.replace(path)
+
+
+def _load(path: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(path))
     for name, signature in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes = [_TYPES[letter] for letter in signature]
         function.restype = ctypes.c_int
     return loaded
+
+
+if __name__ == "__main__":  # ahead of time, on any host that has nvcc
+    try:
+        library()
+    except BuildFailed as failure:
+        raise SystemExit(str(failure)) from failure
