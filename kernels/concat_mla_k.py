@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.mla_decode_vendors import needs_flashinfer
 from kernels.select import Backend
 from kernels.triton_support import jit, needs_triton, tl, triton
 
@@ -63,7 +64,19 @@ def _triton(k_nope: torch.Tensor, k_rope: torch.Tensor) -> torch.Tensor:
     return _launch(k_nope, k_rope, _empty(k_nope, k_rope), group=16, warps=1)
 
 
+def _flashinfer(k_nope: torch.Tensor, k_rope: torch.Tensor) -> torch.Tensor:
+    """128 heads of 128 + 64; others raise ValueError."""
+    from flashinfer.concat_ops import concat_mla_k
+
+    if k_nope.shape[1:] != (128, 128) or k_rope.shape[1] != 64:
+        raise ValueError(f"FlashInfer's takes 128 heads of 128 + 64, not {tuple(k_nope.shape[1:])} + {k_rope.shape[1]}")
+    out = _empty(k_nope, k_rope)
+    concat_mla_k(out, k_nope, k_rope[:, None])
+    return out
+
+
 BACKENDS = (
     Backend("triton", _triton, why_not=needs_triton),
+    Backend("flashinfer", _flashinfer, why_not=needs_flashinfer),
     Backend("reference", reference),
 )

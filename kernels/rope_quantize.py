@@ -25,6 +25,7 @@ import torch
 
 from kernels import latent_store, rope
 from kernels.latent_store import finished_latent, rotated, rounded
+from kernels.mla_decode_vendors import needs_flashinfer
 from kernels.select import Backend
 from kernels.triton_support import jit, needs_triton, tl, triton
 
@@ -160,8 +161,28 @@ def _store_triton(
     _launch(q_latent, q_rope, out, rows, gain, eps, cos, sin, pool, slots, group=group, warps=4)
 
 
+def _flashinfer(
+    q: torch.Tensor, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Needs cosines and sines side by side and positions, which are made here: two more launches. e4m3 only."""
+    from flashinfer.rope import mla_rope_quantize_fp8
+
+    if out_dtype != torch.float8_e4m3fn:
+        raise ValueError(f"FlashInfer's quantises; {out_dtype} was asked for")
+    width, latent = (x.shape[-1] - 2 * cos.shape[1] for x in (q, rows))
+    made, made_rows = (torch.empty(x.shape, dtype=out_dtype, device=x.device) for x in (q, rows))
+    mla_rope_quantize_fp8(
+        q[..., width:], rows[:, latent:], q[..., :width], rows[:, :latent], torch.cat((cos, sin), 1),
+        torch.arange(len(q), device=q.device, dtype=torch.int32), is_neox=False, quantize_dtype=out_dtype,
+        q_rope_out=made[..., width:], k_rope_out=made_rows[:, latent:], q_nope_out=made[..., :width],
+        k_nope_out=made_rows[:, :latent],
+    )  # fmt: skip
+    return made, made_rows
+
+
 BACKENDS = (
     Backend("triton", _triton, why_not=needs_triton),
+    Backend("flashinfer", _flashinfer, why_not=needs_flashinfer),
     Backend("reference", reference),
 )
 STORE_BACKENDS = (

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels import concat_mla_k
+from kernels.mla_decode_vendors import needs_flashinfer
 
 
 def inputs(tokens, heads, nope, value, rope, dtype, device):
@@ -57,3 +58,12 @@ def test_more_than_two_to_the_31_elements(gpu):
     got = concat_mla_k._triton(kv[..., :128], k_rope)
     for part in (slice(0, 100), slice(tokens - 100, tokens)):
         assert torch.equal(got[part], concat_mla_k.reference(kv[part, :, :128], k_rope[part]))
+
+
+def test_flashinfer_copies_the_same_bits_and_refuses_other_shapes(gpu):
+    if reason := needs_flashinfer(gpu):
+        pytest.skip(reason)
+    k_nope, k_rope = inputs(33, 128, 128, 128, 64, torch.bfloat16, gpu)
+    assert torch.equal(concat_mla_k._flashinfer(k_nope, k_rope), concat_mla_k.reference(k_nope, k_rope))
+    with pytest.raises(ValueError, match="128 heads"):
+        concat_mla_k._flashinfer(k_nope[:, :64], k_rope)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels import rope_quantize
+from kernels.mla_decode_vendors import needs_flashinfer
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 SHAPES = [(8, 32, 32, 128), (3, 12, 8, 24), (20, 512, 64, 512)]  # heads, width of q's plain part, rope, latent
@@ -103,3 +104,15 @@ def test_any_values_on_a_gpu(gpu, shape):
         one(q[..., :width], q[..., width:], rows, gain, 1e-6, angle.cos(), angle.sin(), pool, slots, out)
         results.append((out, pool))
     assert all(codes_apart(one, other) <= 1 for one, other in zip(*results, strict=True))
+
+
+def test_flashinfer_makes_the_same_values(gpu):
+    if reason := needs_flashinfer(gpu):
+        pytest.skip(reason)
+    q, rows = torch.randn(77, 128, 576, device=gpu).to(BF16), torch.randn(77, 576, device=gpu).to(BF16)
+    angle = torch.rand(77, 32, device=gpu) * 7
+    got = rope_quantize._flashinfer(q, rows, angle.cos(), angle.sin(), E4M3)
+    want = rope_quantize.reference(q, rows, angle.cos(), angle.sin(), E4M3)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one[..., :512].view(torch.uint8), other[..., :512].view(torch.uint8))
+        assert codes_apart(one[..., 512:], other[..., 512:]) <= 1
