@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from bench import transfer
-from headrace.transfer import why_not_mooncake
+from headrace.transfer import mooncake_environment, why_not_mooncake
 
+os.environ.update(mooncake_environment())  # before anything in this process loads the library
 pytestmark = pytest.mark.skipif(why_not_mooncake() is not None, reason=str(why_not_mooncake()))
 
 
