@@ -21,11 +21,9 @@ from kernels.triton_support import jit, tl, triton
 
 
 @jit
-def _value(nibble):
-    """Code 0..15 (int32) -> fp32. From 1 on, a code's exponent and mantissa bits are those of fp32 but for the bias."""
-    magnitude = nibble & 7
-    value = tl.where(magnitude < 2, magnitude * 0.5, ((magnitude + 252) << 22).to(tl.float32, bitcast=True))
-    return tl.where(nibble > 7, -value, value)
+def _tiny(nibble):
+    """Code 0..15 (int32) -> its value times 2^-126 in fp32, whose low bits of exponent are the code's, zero included."""
+    return (((nibble & 7) << 22) | ((nibble & 8) << 28)).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -52,21 +50,22 @@ def multiply_kernel(
     real_row, real_column = row < end, column < n
     weight_row = expert.to(tl.int64) * n + column
     codes = packed + weight_row[:, None] * (width // 2) + half[None, :]
-    scales = block_scale + weight_row[:, None] * (width // 16) + (half // 8)[None, :]
+    scales = block_scale + weight_row[:, None] * (width // 16) + tl.arange(0, TILE_K // 16)[None, :]
     values = x + row.to(tl.int64)[:, None] * x_stride + all_k[None, :]
     sums = tl.zeros((TILE_N, TILE_ROWS), tl.float32)
     for k in range(0, width, TILE_K):
         byte = tl.load(codes + k // 2, real_column[:, None], 0).to(tl.int32)
-        scale = e4m3_value(tl.load(scales + k // 16, real_column[:, None], 0).to(tl.int32))
+        scale = e4m3_value(tl.load(scales + k // 16, real_column[:, None], 0).to(tl.int32)) * 3.3230699894622897e35
+        scale = tl.broadcast_to(scale[:, :, None], (TILE_N, TILE_K // 16, 8)).reshape(TILE_N, TILE_K // 2)
         tile = tl.load(values + k, real_row[:, None], 0.0)
         if FP8:
             tile_scale = tl.load(x_scale + (k // 128) * rows + row, real_row, 0.0)
             tile = tile.to(tl.float32) * tile_scale[:, None]
         even, odd = tl.split(tile.to(operand).reshape(TILE_ROWS, TILE_K // 2, 2))
-        low, high = (_value(byte & 15) * scale).to(operand), (_value(byte >> 4) * scale).to(operand)
+        low, high = (_tiny(byte) * scale).to(operand), (_tiny(byte >> 4) * scale).to(operand)
         sums = tl.dot(low, tl.trans(even), sums, input_precision="ieee")
         sums = tl.dot(high, tl.trans(odd), sums, input_precision="ieee")
-    sums *= tl.load(global_scale + expert)
+    sums *= tl.load(global_scale + expert) * 256.0  # scales were multiplied by 2^118, codes by 2^-126
     to = out + row.to(tl.int64)[:, None] * n + column[None, :]
     tl.store(to, tl.trans(sums).to(tl.bfloat16), real_row[:, None] & real_column[None, :])
 
