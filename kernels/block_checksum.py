@@ -48,7 +48,7 @@ def _torch(pool_layer: torch.Tensor, slots: torch.Tensor, first_position: int) -
 
 
 @jit
-def _kernel(
+def _checksum_kernel(
     words, slots, positions, columns, total, addend, num_rows, num_words,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +81,7 @@ def _triton(
     if len(slots):
         columns = max(16, min(32, num_words & -num_words))
         rows = min(elements // columns, max(16, triton.next_power_of_2(len(slots)) // 32))
-        _kernel[(triton.cdiv(num_words, columns), triton.cdiv(len(slots), rows))](
+        _checksum_kernel[(triton.cdiv(num_words, columns), triton.cdiv(len(slots), rows))](
             words, slots, position_weights(first_position, len(slots), device), _column_weights(num_words, device), total,
             _addend_of_a_row(num_words), len(slots), num_words, rows, columns, 4, num_warps=num_warps,
         )  # fmt: skip
@@ -125,7 +125,7 @@ def _column_weights(count: int, device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _addend_of_a_row(count: int) -> int:
-    """What ADDEND, less `_kernel`'s 2**31, contributes to a row of `count` words before its position's weight."""
+    """What ADDEND, less `_checksum_kernel`'s 2**31, contributes to a row of `count` words before its position's weight."""
     return _signed((ADDEND - (1 << 31)) * sum(_odd_mix(COLUMN_SEED + column) for column in range(count)))
 
 

@@ -30,6 +30,7 @@ from kernels.triton_support import jit, needs_triton, tl, triton
 SMALL_PAIRS = 4096  # up to here one launch plans everything
 CHUNK_PAIRS = 2048  # above: pairs of one program
 EXPERTS_AT_ONCE = 4  # of one program that places pairs
+BATCH = 2048  # up to here latency counts, above it bytes and instructions
 PADDING_PROGRAMS = 16  # an expert, to zero its padding rows
 
 
@@ -264,7 +265,10 @@ def _permute_kernel(
     if program < readers:
         choice = tl.arange(0, CHOICES)
         for token in range(program * TOKENS, tl.minimum(program * TOKENS + TOKENS, num_tokens)):
-            if tl.max(tl.load(rows + token * TOP_K + choice, mask=choice < TOP_K, other=-1), 0) >= 0:
+            its_rows = tl.load(rows + token * TOP_K + choice, mask=choice < TOP_K, other=-1)
+            # a lone token is read before it is known whether anybody wants it: one wait instead of two
+            wanted = (tl.max(its_rows, 0) >= 0) if TOKENS > 1 else True
+            if wanted:
                 wide_token = tl.zeros((WORDS,), tl.int64) + token
                 values = tl.load(words + wide_token * num_words + word, mask=valid, other=0)
                 scales = tl.load(scale + group * scale_stride + token, mask=its_group, other=0)
@@ -298,7 +302,7 @@ def _triton_permute(
     groups = 0 if scale is None else scale.shape[1]
     top_k, num_words = plan.rows.shape[1], num_bytes // 4
     words = triton.next_power_of_2(num_words)
-    per_program = per_program or (1 if num_tokens < 4096 else 8)
+    per_program = per_program or (8 if num_tokens > BATCH else 1)
     _permute_kernel[(triton.cdiv(num_tokens, per_program) + len(plan.counts) * PADDING_PROGRAMS,)](
         data.view(torch.int32), data if scale is None else scale, 0 if scale is None else scale.stride(1),
         made.view(torch.int32), made if scale is None else made_scale, 0 if scale is None else made_scale.stride(1),
@@ -322,25 +326,34 @@ def reference_combine(
 
 @jit
 def _combine_kernel(
-    rows, weights, plan_rows, shared, made, width, SHARED: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr
-):
+    rows, weights, plan_rows, shared, made, width,
+    SHARED: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, SKIP: tl.constexpr,
+):  # fmt: skip
+    """One program a token and COLUMNS columns. With SKIP it branches around rows that are not local, which saves
+    instructions; without, their loads are only masked, so that all of a token's loads are in flight together."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     here = column < width
     total = tl.zeros((COLUMNS,), tl.float32)
+    if SHARED:
+        of_shared = tl.load(shared + token * width + column, mask=here, other=0.0)
     for place in tl.static_range(TOP_K):
         row = tl.load(plan_rows + token * TOP_K + place).to(tl.int64)
-        if row >= 0:
-            weight = tl.load(weights + token * TOP_K + place)
-            total += weight * tl.load(rows + row * width + column, mask=here, other=0.0).to(tl.float32)
+        weight = tl.load(weights + token * TOP_K + place)
+        at = rows + row * width + column
+        if SKIP:
+            if row >= 0:
+                total += weight * tl.load(at, mask=here, other=0.0).to(tl.float32)
+        else:
+            total += weight * tl.load(at, mask=here & (row >= 0), other=0.0).to(tl.float32)
     if SHARED:
-        total += tl.load(shared + token * width + column, mask=here, other=0.0).to(tl.float32)
+        total += of_shared.to(tl.float32)
     tl.store(made + token * width + column, total.to(made.dtype.element_ty), mask=here)
 
 
 def _triton_combine(
     rows: torch.Tensor, weights: torch.Tensor, plan_rows: torch.Tensor, shared: torch.Tensor | None,
-    columns: int = 1024, num_warps: int = 4,
+    columns: int = 1024, num_warps: int = 4, skip: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
     (num_tokens, top_k), width = weights.shape, rows.shape[1]
     made = rows.new_empty(num_tokens, width)
@@ -349,7 +362,7 @@ def _triton_combine(
     if made.numel():
         _combine_kernel[(num_tokens, triton.cdiv(width, columns))](
             rows, weights, plan_rows, made if shared is None else shared, made, width,
-            shared is not None, top_k, columns, num_warps=num_warps,
+            shared is not None, top_k, columns, num_tokens > BATCH if skip is None else skip, num_warps=num_warps,
         )  # fmt: skip
     return made
 

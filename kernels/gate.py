@@ -95,7 +95,7 @@ def _best_two(best, second, other_best, other_second):
 
 
 @jit
-def _kernel(
+def _gate_kernel(
     logits, row_stride, bias, weights, ids, num_tokens, n_group, size, factor,
     KEPT: tl.constexpr, TOP_K: tl.constexpr, NORM: tl.constexpr,
     TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, CHOICES: tl.constexpr,
@@ -149,7 +149,7 @@ def _triton(
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     groups = triton.next_power_of_2(limits.n_group)
     if tokens:
-        _kernel[(triton.cdiv(tokens, per_program),)](
+        _gate_kernel[(triton.cdiv(tokens, per_program),)](
             logits, logits.stride(0), bias, weights, ids, tokens, limits.n_group, size, limits.routed_scaling_factor,
             limits.topk_group, top_k, limits.norm_topk_prob,
             per_program, groups, triton.next_power_of_2(size), triton.next_power_of_2(top_k), num_warps=num_warps,

@@ -60,7 +60,7 @@ def _tile(
 
 
 @jit
-def _kernel(
+def _silu_mul_kernel(
     gate_up, row_stride, made, scale, scale_stride, limit, num_rows, inner,
     QUANTISE: tl.constexpr, LIMITED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +85,7 @@ def _launch(
     down = triton.cdiv(num_rows, rows)
     if limit is not None:
         down = min(down, max(1, programs // across))
-    _kernel[(down, across)](
+    _silu_mul_kernel[(down, across)](
         gate_up, gate_up.stride(0), made, made if scale is None else scale, 0 if scale is None else scale.stride(1),
         made if limit is None else limit, num_rows, inner, scale is not None, limit is not None,
         rows, groups, num_warps=num_warps,

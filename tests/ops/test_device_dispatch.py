@@ -73,15 +73,15 @@ def test_permute_copies_each_row_to_its_experts_and_zeros_their_padding(triton_d
 
 
 @pytest.mark.parametrize("rows", [0, 1, 23])
-@pytest.mark.parametrize("with_shared", [True, False])
-def test_combine_sums_in_the_order_of_choice_and_skips_what_is_not_local(triton_device, rows, with_shared):
+@pytest.mark.parametrize("with_shared, skip", [(True, True), (False, True), (True, False)])
+def test_combine_sums_in_the_order_of_choice_and_skips_what_is_not_local(triton_device, rows, with_shared, skip):
     ids = choices(rows, 16, 4).to(triton_device)
     plan = dispatch.reference_device_plan(ids, 4, 6, 8, dispatch.capacity_for(rows * 4, 6, 8))
     results = draw(len(plan.tokens), 200).to(triton_device, torch.bfloat16)
     results[plan.tokens < 0] = float("nan")  # padding is never read
     weights = draw(rows, 4, seed=1).abs().to(triton_device)
     shared = draw(rows, 200, seed=2).to(triton_device, torch.bfloat16) if with_shared else None
-    got = dispatch._triton_combine(results, weights, plan.rows, shared)
+    got = dispatch._triton_combine(results, weights, plan.rows, shared, skip=skip)
     want = dispatch.reference_combine(results, weights, plan.rows, shared)
     torch.testing.assert_close(got, want, rtol=2.0**-7, atol=1e-6)
     nobody = (plan.rows < 0).all(1)
