@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -156,6 +157,22 @@ def test_the_hopper_layout_holds_each_code_and_scale_where_its_thread_looks():
     assert not found[:, 100:].any()
     expected = nvfp4.dequantise(weight) / weight.global_scale[:, None, None]
     torch.testing.assert_close(found[:, :100], expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 128])
+@pytest.mark.parametrize("n, k", [(64, 128), (4096, 7168), (7168, 2048), (36864, 7168), (2112, 1536)])
+def test_a_product_is_cut_into_at_most_one_block_for_each_multiprocessor(rows, n, k):
+    strips, chunks = -(-n // 64), k // 128
+    each, parts = nvfp4_hopper.split_for(strips, chunks, rows, chunks, 132)
+    assert -(-strips // each) * parts <= 132 and 1 <= parts <= chunks
+    assert nvfp4_hopper.split_for(strips, chunks, rows, 1, 132)[1] == 1  # where k may not be cut
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.timeout(300)
+def test_the_hopper_kernel_builds_where_there_is_nvcc():
+    loaded = nvfp4_hopper.library()
+    assert loaded.hr_nvfp4_rows and loaded.hr_nvfp4_multiply
 
 
 def _widened(word):
