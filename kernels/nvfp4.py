@@ -178,19 +178,19 @@ def e4m3_value(code):
 
 @jit
 def _e2m1(value):
-    """fp32 -> code 0..15 (int32), nearest, ties to the even code; NaN gives 7."""
-    magnitude = tl.abs(value)
-    code = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32) + (magnitude > 1.25).to(tl.int32)
-    code += (magnitude >= 1.75).to(tl.int32) + (magnitude > 2.5).to(tl.int32) + (magnitude >= 3.5).to(tl.int32)
-    code += (magnitude > 5.0).to(tl.int32)
-    code = tl.where(value == value, code, 7)
-    return code + tl.where(value < 0.0, 8, 0)
+    """fp32 -> code 0..7 (int32) of its magnitude, nearest, ties to the even code; NaN gives 7.
+
+    2^-126 times a magnitude below 1 has no exponent in fp32, as it has none here, so that one rounding serves all.
+    """
+    bits = (tl.abs(value) * 1.1754943508222875e-38).to(tl.int32, bitcast=True)
+    return tl.minimum((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22, 7)
 
 
 @jit
 def _quantise_kernel(
-    x, global_scale, packed, block_scale, rows, width, row_stride, ROWS: tl.constexpr, BLOCKS: tl.constexpr
-):
+    x, global_scale, packed, block_scale, rows, width, row_stride,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(1) * BLOCKS * 16 + tl.arange(0, BLOCKS * 16)
     mask = (row < rows)[:, None] & (column < width)[None, :]
@@ -201,7 +201,14 @@ def _quantise_kernel(
     wanted = tl.div_rn(amax, 6.0 * its_global)
     scale = _e4m3(tl.where(amax > 0.0, tl.minimum(tl.maximum(wanted, 0.001953125), 448.0), 1.0))
     divisor = e4m3_value(scale) * its_global
-    codes = _e2m1(tl.div_rn(blocks, tl.broadcast_to(divisor[:, :, None], (ROWS, BLOCKS, 16))))
+    if FUSED:  # the rounded quotient, in three steps of which the second is exact
+        inverse = tl.div_rn(1.0, divisor)[:, :, None]
+        quotient = blocks * inverse
+        rest = tl.fma(-quotient, tl.broadcast_to(divisor[:, :, None], (ROWS, BLOCKS, 16)), blocks)
+        quotient += rest * inverse
+    else:  # the interpreter rounds within a fused product and sum
+        quotient = tl.div_rn(blocks, tl.broadcast_to(divisor[:, :, None], (ROWS, BLOCKS, 16)))
+    codes = _e2m1(quotient) | tl.where(blocks < 0.0, 8, 0)
     low, high = tl.split(codes.reshape(ROWS, BLOCKS * 8, 2))
     byte = tl.program_id(1) * BLOCKS * 8 + tl.arange(0, BLOCKS * 8)
     inside = (row < rows)[:, None]
@@ -225,11 +232,12 @@ def _triton(x: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, 
     packed = torch.empty(rows, width // 2, dtype=torch.uint8, device=x.device)
     scale = torch.empty(rows, width // BLOCK, dtype=torch.uint8, device=x.device)
     if rows and width:
-        rows_a_tile, blocks = 4, 64
-        grid = (triton.cdiv(rows, rows_a_tile), triton.cdiv(width, blocks * BLOCK))
+        tile, blocks = 2, 64
+        grid = (triton.cdiv(rows, tile), triton.cdiv(width, blocks * BLOCK))
+        fused = x.device.type == "cuda"
         _quantise_kernel[grid](
-            x, global_scale, packed, scale, rows, width, x.stride(0), rows_a_tile, blocks, num_warps=8
-        )
+            x, global_scale, packed, scale, rows, width, x.stride(0), tile, blocks, fused, num_warps=4
+        )  # fmt: skip
     return packed, scale.view(torch.float8_e4m3fn)
 
 

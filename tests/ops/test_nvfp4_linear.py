@@ -126,7 +126,7 @@ multiply = cubin(
 )
 quantise = cubin(
     nvfp4._quantise_kernel, "rows width row_stride",
-    {"x": "*bf16", "global_scale": "*fp32", "packed": "*u8", "block_scale": "*u8"}, {"ROWS": 4, "BLOCKS": 64},
+    {"x": "*bf16", "global_scale": "*fp32", "packed": "*u8", "block_scale": "*u8"}, {"ROWS": 2, "BLOCKS": 64, "FUSED": True},
 )
 print(len(multiply) + len(quantise))
 """
