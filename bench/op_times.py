@@ -1,7 +1,9 @@
 """Where a step's time goes: the device time of each op's kernels, beside the roofline of the same ops.
 
-One eager step runs under torch's profiler with every op of the model labelled; a kernel belongs to the label in which it
-was launched. Device times of kernels do not depend on how they were launched, so they hold for the captured step as well.
+One eager step runs under torch's profiler with a tiny marker kernel before and after every op of the model. Kernels of a
+stream run in the order of their launch, so what runs between two markers belongs to that op, whoever launched it (torch,
+Triton and our own libraries leave different traces on the host). Device times of kernels do not depend on how they were
+launched, so they hold for the captured step as well.
 """
 
 from __future__ import annotations
@@ -11,14 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import ProfilerActivity
 
 from bench.kernels.harness import Ceilings
 from bench.roofline import Op
 from headrace.model.deepseek_gpu import GpuTransformer
 from headrace.model.gpu_linear import ExpertSwiglu, PlainLinear, PreparedLinear, Swiglu
 
-PREFIX = "op:"
+MARKER = "spin_kernel"  # what torch.cuda._sleep launches
 LABELS: dict[str, tuple[str, ...]] = {
     "norm_quantise": ("norm_quantise", "ffn_norm_quantise", "q_norm_quantise"),
     "quantise": ("quantise_o", "latent_quantise"),
@@ -48,83 +50,107 @@ KERNEL_LABELS = {
 UNLABELLED = "other: "
 
 
-def _labelled(function: Callable[..., Any], label: str | None) -> Callable[..., Any]:
-    """`label` None: what `bench_label` of the first argument says."""
+class _Markers:
+    """Which op begins (its label) or ends (None) at each marker, in the order of launch."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with record_function(PREFIX + (label or getattr(args[0], "bench_label", "linear"))):
-            return function(*args, **kwargs)
+    def __init__(self) -> None:
+        self.log: list[str | None] = []
 
-    return call
+    def put(self, label: str | None) -> None:
+        self.log.append(label)
+        torch.cuda._sleep(1)
+
+    def around(self, function: Callable[..., Any], label: str | None) -> Callable[..., Any]:
+        """`label` None: what `bench_label` of the first argument says."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.put(label or getattr(args[0], "bench_label", "linear"))
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.put(None)
+
+        return call
 
 
 @contextlib.contextmanager
-def labels_on(transformer: GpuTransformer) -> Iterator[None]:
-    """While it is open, every op of this model runs inside a profiler range of its own."""
+def labels_on(transformer: GpuTransformer) -> Iterator[_Markers]:
+    """While it is open, every op of this model runs between markers."""
+    markers = _Markers()
     with contextlib.ExitStack() as stack:
+
+        def patch(owner: Any, name: str, label: str | None) -> None:
+            own = vars(owner).get(name)
+            setattr(owner, name, markers.around(getattr(owner, name), label))
+            stack.callback(lambda: setattr(owner, name, own) if own is not None else delattr(owner, name))
+
         for name, label in KERNEL_LABELS.items():
             if hasattr(transformer.kernels, name):
-                _patch(stack, transformer.kernels, name, label)
+                patch(transformer.kernels, name, label)
         for product in (PlainLinear, PreparedLinear):
-            _patch(stack, product, "__call__", None)
-        _patch(stack, ExpertSwiglu, "__call__", "experts")
+            patch(product, "__call__", None)
+        patch(ExpertSwiglu, "__call__", "experts")
         for attention, _ in transformer._opened.values():
-            _patch(stack, attention, "run", "mla_decode")
-            _patch(stack, attention, "plan", "mla_decode")
-        _patch(stack, transformer.prefill_attention, "run", "mla_prefill")
+            patch(attention, "run", "mla_decode")
+            patch(attention, "plan", "mla_decode")
+        patch(transformer.prefill_attention, "run", "mla_prefill")
         _name_products(transformer)
-        yield
-
-
-def _patch(stack: contextlib.ExitStack, owner: Any, name: str, label: str | None) -> None:
-    own = vars(owner).get(name)
-    setattr(owner, name, _labelled(getattr(owner, name), label))
-    stack.callback(lambda: setattr(owner, name, own) if own is not None else delattr(owner, name))
+        yield markers
 
 
 def _name_products(transformer: GpuTransformer) -> None:
     for block in transformer.blocks:
-        attention, ffn = block.attention, block.ffn
-        named = {"qkv_a": attention.qkv_a, "q_b": attention.q_b, "kv_b": attention.kv_b, "o_proj": attention.out}
+        attention = block.attention
+        named = [
+            ("qkv_a", attention.qkv_a),
+            ("q_b", attention.q_b),
+            ("kv_b", attention.kv_b),
+            ("o_proj", attention.out),
+        ]
         for part, label in (("ffn", "dense"), ("shared", "shared")):
-            swiglu = getattr(ffn, part, None)
+            swiglu = getattr(block.ffn, part, None)
             if isinstance(swiglu, Swiglu):
-                named |= {f"{label}_gate_up": swiglu.gate_up, f"{label}_down": swiglu.down}
-        for label, product in named.items():
+                named += [(label, swiglu.gate_up), (label, swiglu.down)]
+        for label, product in named:
             if product is not None:
-                product.bench_label = label if label.split("_")[0] not in ("dense", "shared") else label.split("_")[0]
+                product.bench_label = label
 
 
 def kernel_times(transformer: GpuTransformer, call: Callable[[], Any]) -> dict[str, float]:
     """Label, or `other: ` and the kernel's name -> microseconds on the device in one call."""
     torch.cuda.synchronize()
-    with labels_on(transformer), torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as p:
+    with labels_on(transformer) as markers, torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
+    device = torch.autograd.DeviceType.CUDA
+    kernels = [event for event in profile.events() if event.device_type == device]
+    kernels.sort(key=lambda event: event.time_range.start)
+    return attribute([(event.name, event.time_range.elapsed_us()) for event in kernels], markers.log)
+
+
+def attribute(kernels: Sequence[tuple[str, float]], log: Sequence[str | None]) -> dict[str, float]:
+    """Adds up (name, microseconds) of kernels in the order they ran by the innermost op whose markers they lie between.
+
+    Raises ValueError when the markers that ran are not those that were put.
+    """
     found: dict[str, float] = {}
-    claimed: dict[str, float] = {}
-    for event in p.events():
-        if event.name.startswith(PREFIX) and event.device_type == torch.autograd.DeviceType.CPU:
-            for kernel in _kernels_below(event):
-                label = event.name.removeprefix(PREFIX)
-                found[label] = found.get(label, 0.0) + kernel.duration
-                claimed[kernel.name] = claimed.get(kernel.name, 0.0) + kernel.duration
-    for event in p.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(PREFIX):
-            us = event.time_range.elapsed_us()
-            label = UNLABELLED + event.name[:70]
-            found[label] = found.get(label, 0.0) + us
-    for name, us in claimed.items():
-        label = UNLABELLED + name[:70]
-        found[label] = found.get(label, us) - us
-    return {label: us for label, us in found.items() if us > 0.5}
-
-
-def _kernels_below(event: Any) -> Iterator[Any]:
-    yield from event.kernels
-    for child in event.cpu_children:
-        if not child.name.startswith(PREFIX):
-            yield from _kernels_below(child)
+    within: list[str] = []
+    place = 0
+    for name, us in kernels:
+        if MARKER in name:
+            if place == len(log):
+                raise ValueError(f"more markers ran than the {len(log)} that were put")
+            if log[place] is None:
+                within.pop()
+            else:
+                within.append(log[place])
+            place += 1
+            continue
+        label = within[-1] if within else UNLABELLED + name[:70]
+        found[label] = found.get(label, 0.0) + us
+    if place != len(log):
+        raise ValueError(f"{place} markers ran, {len(log)} were put")
+    return found
 
 
 def beside_the_roofline(ops: Sequence[Op], ceilings: Ceilings, measured: dict[str, float]) -> list[dict[str, Any]]:

@@ -119,6 +119,28 @@ def test_measured_ops_stand_beside_their_roofline_and_nothing_is_dropped():
     json.dumps(entries)
 
 
+def test_kernels_belong_to_the_innermost_op_whose_markers_they_run_between():
+    log = ["experts", "silu_mul", None, None, "gate", None]
+    ran = [
+        "a",
+        "spin_kernel",
+        "b",
+        "spin_kernel",
+        "c",
+        "spin_kernel",
+        "d",
+        "spin_kernel(x)",
+        "spin_kernel",
+        "spin_kernel",
+    ]
+    found = op_times.attribute([(name, 1.0) for name in ran], log)
+    assert found == {"other: a": 1.0, "experts": 2.0, "silu_mul": 1.0}
+    with pytest.raises(ValueError, match="6 were put"):
+        op_times.attribute([("spin_kernel", 1.0)], log)
+    with pytest.raises(ValueError, match="more markers"):
+        op_times.attribute([("spin_kernel", 1.0)], [])
+
+
 def test_errors_are_relative_to_the_largest_value_and_nan_counts():
     reference = torch.tensor([1.0, -4.0])
     assert relative_error(torch.tensor([1.0, -3.0]), reference) == pytest.approx(0.25)
