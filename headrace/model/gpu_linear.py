@@ -74,6 +74,16 @@ class PreparedLinear:
         return self.backend.run(rows.chosen(self.wants), self.prepared)
 
 
+class ByRows:
+    """Two ways to multiply by the same weight: `few` below `limit` rows, `many` from there on."""
+
+    def __init__(self, few: PreparedLinear, many: PreparedLinear, limit: int):
+        self.few, self.many, self.limit, self.wants = few, many, limit, few.wants
+
+    def __call__(self, rows: Rows) -> torch.Tensor:
+        return (self.few if rows.num_tokens < self.limit else self.many)(rows)
+
+
 class PlainGroups:
     """bf16 rows of each expert with that expert's weight [e, out, in]; rows past the last start stay unwritten."""
 

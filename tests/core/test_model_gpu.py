@@ -15,7 +15,7 @@ from headrace.model.deepseek_gpu import DecodeInputs, GpuTransformer, packed_con
 from headrace.model.gpu_builder import CheckpointSource, GpuBuilder
 from headrace.model.gpu_kernels import GpuKernels
 from headrace.model.gpu_layers import GpuMoE
-from headrace.model.gpu_linear import Rows
+from headrace.model.gpu_linear import ByRows, PreparedLinear, Rows
 from headrace.model.random_checkpoint import write_random_checkpoint
 from headrace.model.weights import load_gpu_transformer, load_transformer
 from headrace.parallel.experts import LocalExchange
@@ -261,6 +261,26 @@ def test_sizes_that_do_not_suit_a_format_fall_back_and_say_so(tmp_path):
     assert "q_b" not in formats
     expected = prefill_then_decode(load_transformer(directory, exact=True))
     assert relative(prefill_then_decode(served), expected).median() < 0.2
+
+
+class Doubling:
+    """A linear back end that tells who it is."""
+
+    def __init__(self, factor: float):
+        self.factor = factor
+
+    def prepare(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * self.factor
+
+    def run(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x @ w.T
+
+
+def test_many_rows_may_go_to_another_back_end():
+    few, many = (PreparedLinear(Doubling(factor), torch.eye(2), "plain") for factor in (2.0, 3.0))
+    linear = ByRows(few, many, 4)
+    assert torch.equal(linear(Rows(torch.ones(3, 2))), torch.full((3, 2), 2.0))
+    assert torch.equal(linear(Rows(torch.ones(4, 2))), torch.full((4, 2), 3.0))
 
 
 def test_context_slots_are_packed_without_asking_the_device():
