@@ -16,6 +16,7 @@ from headrace.model.precision import Weight
 from kernels.fp8 import Fp8Rows
 
 PLAIN, FP8 = "plain", "fp8"
+GROUPED_MM = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)  # named differently by torch's age
 
 
 class Rows(NamedTuple):
@@ -94,7 +95,7 @@ class PlainGroups:
 
     def __call__(self, rows: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         if rows.device.type == "cuda":
-            return torch._grouped_mm(rows, self.weight.mT, offs=starts[1:])
+            return GROUPED_MM(rows, self.weight.mT, offs=starts[1:])
         out = rows.new_zeros(len(rows), self.weight.shape[1])
         ends = starts.tolist()
         for expert, (first, end) in enumerate(zip(ends, ends[1:], strict=False)):
