@@ -14,7 +14,8 @@ def use_own_stream(device: torch.device) -> None:
     """The calling thread's work on `device` goes to a new stream from now on; what was queued before has ended. Nothing on a
     CPU."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        if device.index is not None:
+            torch.cuda.set_device(device)
         torch.cuda.synchronize(device)  # weights and pools are made on the default stream
         torch.cuda.set_stream(torch.cuda.Stream(device))
 

@@ -32,12 +32,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from headrace.config import environment_value
+from headrace.config import apply_environment, environment_value
 from headrace.errors import ConfigError, TransferError
 from headrace.transfer.base import (
     FAILED,
     TIMEOUT,
-    PoolGeometry,
     RowRun,
     TargetDescriptor,
     check_push,
@@ -55,6 +54,8 @@ WINDOW = 128
 """Runs of one push that are under way at once; the engine refuses more than 1,024 queued for a peer."""
 MAPPED_BATCH = 4096
 """Runs of one push over nvlink_intra that are handed to the device in one call."""
+CHUNK_VARIABLE, GPU_CHUNK_BYTES = "MC_TCP_SLICE_SIZE", 1 << 20
+"""What one socket call and one copy to or from a GPU carry at most; Mooncake's own 64 KiB cut every block in two."""
 SHORTEST_NAP_S, LONGEST_NAP_S = 20e-6, 200e-6
 OPEN_TRIES = 32
 DESTRUCTOR_LIMIT_S = 15.0
@@ -133,7 +134,7 @@ class MooncakeTarget:
         self._lock = threading.Lock()
         self._closed = False
         self._ending: list[_Engine] = []
-        self._engine: _Engine | None = _Engine(self._geometry, host)
+        self._engine: _Engine | None = _Engine(pool, host)
 
     def descriptor(self) -> TargetDescriptor:
         """As TransferTarget. Raises TransferError without an engine: closed, or a fence could not open one."""
@@ -155,7 +156,7 @@ class MooncakeTarget:
             if self._engine is not None:
                 self._ending.append(self._engine)
             try:
-                self._engine = _Engine(self._geometry, self._host)
+                self._engine = _Engine(self._pool, self._host)
             except BaseException:
                 self._engine = None
                 raise
@@ -194,7 +195,7 @@ class MooncakeSource:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._silent_until: dict[str, float] = {}
-        self._engine: _Engine | None = _Engine(self._geometry, host)
+        self._engine: _Engine | None = _Engine(pool, host)
 
     def push(self, target: TargetDescriptor, layer: int, runs: Sequence[RowRun], *, tag: bytes = b"") -> int:
         """As TransferSource. A session that timed out is refused for `timeout_s`: others need not wait for it again."""
@@ -236,15 +237,15 @@ class MooncakeSource:
             engine.close()
 
     def _reopen(self) -> _Engine:
-        self._engine = _Engine(self._geometry, self._host)
+        self._engine = _Engine(self._pool, self._host)
         return self._engine
 
 
 class _Engine:
     """One Mooncake engine and the pool registered with it."""
 
-    def __init__(self, geometry: PoolGeometry, host: str):
-        self._vendor, self.session, self._ports = _open(geometry, f"[{host}]" if ":" in host else host)
+    def __init__(self, pool: torch.Tensor, host: str):
+        self._vendor, self.session, self._ports = _open(pool, f"[{host}]" if ":" in host else host)
 
     def write(
         self, session: str, pieces: Sequence[tuple[int, int, int]], limit_s: float, closing: threading.Event
@@ -296,14 +297,27 @@ class _Engine:
             raise TransferError(f"the engine of session {self.session} still listens on {left}", reason=FAILED)
 
 
-def _open(geometry: PoolGeometry, host: str) -> tuple[Any, str, frozenset[int]]:
+def _open(pool: torch.Tensor, host: str) -> tuple[Any, str, frozenset[int]]:
     """An engine with the pool registered, its session, and its listening ports."""
+    geometry = geometry_of(pool)
     with _opening:
         vendor, ports = _start(host)
+    if pool.is_cuda:
+        _prepare_device(pool.device)
     code = vendor.register_memory(geometry.base_address, geometry.total_bytes)
     if code != 0:
         raise TransferError(f"Mooncake cannot register {geometry.total_bytes} bytes: code {code}", reason=FAILED)
     return vendor, f"{host}:{vendor.get_rpc_port()}", ports
+
+
+def _prepare_device(device: torch.device) -> None:
+    """Makes the device's context the calling thread's: registering asks the driver, which knows memory by context, and a thread
+    that has not used the device has none. And cuts what TCP carries more coarsely, for each piece is a `cudaMemcpy`."""
+    import torch
+
+    torch.cuda.synchronize(device)
+    if environment_value(CHUNK_VARIABLE) is None:
+        apply_environment({CHUNK_VARIABLE: str(GPU_CHUNK_BYTES)})
 
 
 def _start(host: str) -> tuple[Any, frozenset[int]]:

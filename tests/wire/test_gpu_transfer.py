@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -73,6 +74,15 @@ def test_rows_of_another_process_land_in_their_rows_of_gpu_memory_and_nowhere_el
     torch.cuda.synchronize()
     assert torch.equal(rows.cpu(), expected)
     target.close()
+
+
+def test_an_engine_opens_in_a_thread_that_has_not_used_the_device(link):
+    rows, opened = torch.zeros(SMALL, device="cuda"), []
+    opener = threading.Thread(target=lambda: opened.append(open_target("mooncake", rows, "127.0.0.1")))
+    opener.start()
+    opener.join()
+    assert opened and opened[0].descriptor().session
+    opened[0].close()
 
 
 def test_a_push_of_many_scattered_runs_lands_whole(link, start_peer):
