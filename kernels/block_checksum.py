@@ -20,7 +20,7 @@ import functools
 import torch
 
 from kernels.select import Backend, choose
-from kernels.triton_support import jit, needs_triton, tl, triton
+from kernels.triton_support import jit, needs_triton, overlap, tl, triton, wait_for_previous
 
 ADDEND = 1 << 32
 COLUMN_SEED = 0x5DEECE66D
@@ -50,10 +50,11 @@ def _torch(pool_layer: torch.Tensor, slots: torch.Tensor, first_position: int) -
 @jit
 def _checksum_kernel(
     words, slots, positions, columns, total, addend, num_rows, num_words,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program sums COLUMNS words of ROWS rows. A word plus 2**31 is an unsigned u, and u times a 64-bit weight is
     two multiply-adds: u * low, and 2**32 * (u * high) of which only 32 bits count. `addend` makes up for the 2**31."""
+    wait_for_previous(OVERLAP)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     slot = tl.load(slots + row, mask=row < num_rows, other=0)
@@ -73,17 +74,22 @@ def _checksum_kernel(
 
 
 def _triton(
-    pool_layer: torch.Tensor, slots: torch.Tensor, first_position: int, elements: int = 8192, num_warps: int = 4
+    pool_layer: torch.Tensor,
+    slots: torch.Tensor,
+    first_position: int,
+    elements: int = 4096,
+    num_warps: int = 4,
+    columns: int = 32,
 ) -> torch.Tensor:
     words = _words(pool_layer)
     num_words, device = words.shape[1], words.device
     total = torch.zeros((), dtype=torch.int64, device=device)
     if len(slots):
-        columns = max(16, min(32, num_words & -num_words))
         rows = min(elements // columns, max(16, triton.next_power_of_2(len(slots)) // 32))
         _checksum_kernel[(triton.cdiv(num_words, columns), triton.cdiv(len(slots), rows))](
             words, slots, position_weights(first_position, len(slots), device), _column_weights(num_words, device), total,
-            _addend_of_a_row(num_words), len(slots), num_words, rows, columns, 4, num_warps=num_warps,
+            _addend_of_a_row(num_words), len(slots), num_words, rows, columns, 4,
+            num_warps=num_warps, **overlap(device),
         )  # fmt: skip
     return total
 

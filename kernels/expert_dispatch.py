@@ -25,13 +25,13 @@ import torch
 
 from kernels import fp8
 from kernels.select import Backend
-from kernels.triton_support import jit, needs_triton, tl, triton
+from kernels.triton_support import jit, needs_triton, overlap, tl, triton, wait_for_previous
 
 SMALL_PAIRS = 4096  # up to here one launch plans everything
 CHUNK_PAIRS = 2048  # above: pairs of one program
 EXPERTS_AT_ONCE = 4  # of one program that places pairs
 BATCH = 2048  # up to here latency counts, above it bytes and instructions
-PADDING_PROGRAMS = 16  # an expert, to zero its padding rows
+PROGRAMS = 132 * 8  # at most so many share out the rows in use, however many the capacity allows
 
 
 class Plan(NamedTuple):
@@ -142,9 +142,10 @@ def _starts_of(counts, row_multiple):
 @jit
 def _plan_small_kernel(
     ids, tokens, rows, starts, counts, first_expert, num_local, num_pairs, capacity, row_multiple,
-    TOP_K: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program an expert; each counts every pair, so that none waits for another."""
+    wait_for_previous(OVERLAP)
     mine = tl.program_id(0)
     pair, expert = tl.arange(0, PAIRS), tl.arange(0, EXPERTS)
     local = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32) - first_expert
@@ -172,9 +173,10 @@ def _plan_small_kernel(
 @jit
 def _count_kernel(
     ids, tokens, rows, counts, chunk_counts, first_expert, num_local, num_pairs, capacity,
-    PAIRS: tl.constexpr, EXPERTS: tl.constexpr,
+    PAIRS: tl.constexpr, EXPERTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program a chunk of pairs: its own histogram, the sum of all, and -1 wherever `_place_kernel` may not write."""
+    wait_for_previous(OVERLAP)
     chunk = tl.program_id(0)
     pair, expert = chunk * PAIRS + tl.arange(0, PAIRS), tl.arange(0, EXPERTS)
     local = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32) - first_expert
@@ -192,8 +194,10 @@ def _count_kernel(
 def _place_kernel(
     ids, tokens, rows, starts, counts, chunk_counts, first_expert, num_local, num_pairs, row_multiple,
     TOP_K: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, MINE: tl.constexpr, CHUNKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program a chunk and MINE experts: rows of the chunk's pairs stand behind those of all chunks before it."""
+    wait_for_previous(OVERLAP)
     chunk, first_mine = tl.program_id(0), tl.program_id(1) * MINE
     pair, expert = chunk * PAIRS + tl.arange(0, PAIRS), tl.arange(0, EXPERTS)
     local = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32) - first_expert
@@ -223,7 +227,7 @@ def _triton_device_plan(
         pairs = max(128, triton.next_power_of_2(num_pairs))
         _plan_small_kernel[(num_local,)](
             ids, *plan, first_expert, num_local, num_pairs, capacity, row_multiple, top_k, pairs, experts, 128,
-            num_warps=num_warps,
+            num_warps=num_warps, **overlap(ids.device),
         )  # fmt: skip
         return plan
     plan.counts.zero_()
@@ -231,11 +235,12 @@ def _triton_device_plan(
     chunk_counts = torch.empty(chunks, experts, dtype=torch.int32, device=ids.device)
     _count_kernel[(chunks,)](
         ids, plan.tokens, plan.rows, plan.counts, chunk_counts, first_expert, num_local, num_pairs, capacity,
-        CHUNK_PAIRS, experts, num_warps=8,
+        CHUNK_PAIRS, experts, num_warps=8, **overlap(ids.device),
     )  # fmt: skip
     _place_kernel[(chunks, triton.cdiv(num_local, EXPERTS_AT_ONCE))](
         ids, *plan, chunk_counts, first_expert, num_local, num_pairs, row_multiple,
-        top_k, CHUNK_PAIRS, experts, EXPERTS_AT_ONCE, triton.next_power_of_2(chunks), num_warps=num_warps,
+        top_k, CHUNK_PAIRS, experts, EXPERTS_AT_ONCE, triton.next_power_of_2(chunks),
+        num_warps=num_warps, **overlap(ids.device),
     )  # fmt: skip
     return plan
 
@@ -253,62 +258,49 @@ def reference_permute(x: torch.Tensor | fp8.Fp8Rows, plan: DevicePlan) -> torch.
 
 @jit
 def _permute_kernel(
-    words, scale, scale_stride, made, made_scale, made_scale_stride, rows, starts, counts, num_tokens, num_words, num_groups,
-    TOP_K: tl.constexpr, CHOICES: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr,
-    PADDING: tl.constexpr,
+    words, scale, scale_stride, made, made_scale, made_scale_stride, tokens, used, num_words, num_groups,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Each program reads TOKENS tokens once each and writes them wherever they go; most go nowhere. The last PADDING
-    programs an expert zero its padding."""
-    program, word, group = tl.program_id(0), tl.arange(0, WORDS), tl.arange(0, GROUPS)
-    valid, its_group = word < num_words, group < num_groups
-    readers = tl.cdiv(num_tokens, TOKENS)
-    if program < readers:
-        choice = tl.arange(0, CHOICES)
-        for token in range(program * TOKENS, tl.minimum(program * TOKENS + TOKENS, num_tokens)):
-            its_rows = tl.load(rows + token * TOP_K + choice, mask=choice < TOP_K, other=-1)
-            # a lone token is read before it is known whether anybody wants it: one wait instead of two
-            wanted = (tl.max(its_rows, 0) >= 0) if TOKENS > 1 else True
-            if wanted:
-                wide_token = tl.zeros((WORDS,), tl.int64) + token
-                values = tl.load(words + wide_token * num_words + word, mask=valid, other=0)
-                scales = tl.load(scale + group * scale_stride + token, mask=its_group, other=0)
-                for place in tl.static_range(TOP_K):
-                    row = tl.load(rows + token * TOP_K + place).to(tl.int64)
-                    if row >= 0:
-                        tl.store(made + row * num_words + word, values, mask=valid)
-                        tl.store(made_scale + group * made_scale_stride + row, scales, mask=its_group)
-    else:
-        expert = (program - readers) // PADDING
-        first = tl.load(starts + expert) + tl.load(counts + expert) + (program - readers) % PADDING
-        for row in range(first, tl.load(starts + expert + 1), PADDING):
-            wide_row = tl.zeros((WORDS,), tl.int64) + row
-            tl.store(made + wide_row * num_words + word, tl.zeros((WORDS,), tl.int32), mask=valid)
-            zeros = tl.zeros((GROUPS,), tl.float32)
-            tl.store(made_scale + group * made_scale_stride + row, zeros, mask=its_group)
+    """The programs share out the rows in use, ROWS at a time; a row of padding is a masked load, hence zeros."""
+    wait_for_previous(OVERLAP)
+    word, group = tl.arange(0, WORDS)[None, :], tl.arange(0, GROUPS)[:, None]
+    end = tl.load(used)
+    for tile in range(tl.program_id(0), tl.cdiv(end, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        token = tl.load(tokens + row, mask=row < end, other=-1)
+        source, target = token.to(tl.int64), row.to(tl.int64)
+        at = words + source[:, None] * num_words + word
+        values = tl.load(at, mask=(token >= 0)[:, None] & (word < num_words), other=0)
+        scales = tl.load(
+            scale + group * scale_stride + source[None, :], mask=(token >= 0)[None, :] & (group < num_groups), other=0
+        )
+        tl.store(made + target[:, None] * num_words + word, values, mask=(row < end)[:, None] & (word < num_words))
+        tl.store(
+            made_scale + group * made_scale_stride + target[None, :],
+            scales,
+            mask=(row < end)[None, :] & (group < num_groups),
+        )
 
 
 def _triton_permute(
-    x: torch.Tensor | fp8.Fp8Rows, plan: DevicePlan, per_program: int = 0, num_warps: int = 0
+    x: torch.Tensor | fp8.Fp8Rows, plan: DevicePlan, rows: int = 4, num_warps: int = 8, programs: int = PROGRAMS
 ) -> torch.Tensor | fp8.Fp8Rows:
     data, scale = x if isinstance(x, fp8.Fp8Rows) else (x, None)
-    num_tokens, width = data.shape
-    capacity, num_bytes = len(plan.tokens), width * data.element_size()
+    width, capacity = data.shape[1], len(plan.tokens)
+    num_bytes = width * data.element_size()
     if not data.is_contiguous() or num_bytes % 4:
         raise ValueError(f"dense rows of a multiple of 4 bytes, not {tuple(data.shape)} strides {data.stride()}")
     if scale is None:
-        made, made_scale = data.new_empty(capacity, width), None
+        made, made_scale, groups = data.new_empty(capacity, width), None, 0
     else:
-        made, made_scale = fp8.empty_rows(capacity, width, data.device)
-    groups = 0 if scale is None else scale.shape[1]
-    top_k, num_words = plan.rows.shape[1], num_bytes // 4
-    words = triton.next_power_of_2(num_words)
-    per_program = per_program or (8 if num_tokens > BATCH else 1)
-    _permute_kernel[(triton.cdiv(num_tokens, per_program) + len(plan.counts) * PADDING_PROGRAMS,)](
+        (made, made_scale), groups = fp8.empty_rows(capacity, width, data.device), scale.shape[1]
+    words = num_bytes // 4
+    _permute_kernel[(min(triton.cdiv(capacity, rows), programs),)](
         data.view(torch.int32), data if scale is None else scale, 0 if scale is None else scale.stride(1),
         made.view(torch.int32), made if scale is None else made_scale, 0 if scale is None else made_scale.stride(1),
-        plan.rows, plan.starts, plan.counts, num_tokens, num_words, groups,
-        top_k, triton.next_power_of_2(top_k), words, triton.next_power_of_2(max(groups, 1)), per_program,
-        PADDING_PROGRAMS, num_warps=num_warps or min(8, max(1, words // 512)),
+        plan.tokens, plan.starts[-1:], words, groups,
+        rows, triton.next_power_of_2(words), triton.next_power_of_2(max(groups, 1)),
+        num_warps=num_warps, **overlap(data.device),
     )  # fmt: skip
     return made if scale is None else fp8.Fp8Rows(made, made_scale)
 
@@ -327,10 +319,11 @@ def reference_combine(
 @jit
 def _combine_kernel(
     rows, weights, plan_rows, shared, made, width,
-    SHARED: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, SKIP: tl.constexpr,
+    SHARED: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, SKIP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program a token and COLUMNS columns. With SKIP it branches around rows that are not local, which saves
     instructions; without, their loads are only masked, so that all of a token's loads are in flight together."""
+    wait_for_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     here = column < width
@@ -353,16 +346,18 @@ def _combine_kernel(
 
 def _triton_combine(
     rows: torch.Tensor, weights: torch.Tensor, plan_rows: torch.Tensor, shared: torch.Tensor | None,
-    columns: int = 1024, num_warps: int = 4, skip: bool | None = None,
+    columns: int = 0, num_warps: int = 0, skip: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
     (num_tokens, top_k), width = weights.shape, rows.shape[1]
     made = rows.new_empty(num_tokens, width)
     if not all(t is None or t.is_contiguous() for t in (rows, weights, plan_rows, shared)):
         raise ValueError("rows, weights, plan rows and shared must be dense")
+    best = (1024, 2, False) if num_tokens <= BATCH else (4096, 8, True)  # as measured on an H200
+    columns, num_warps, skip = columns or best[0], num_warps or best[1], best[2] if skip is None else skip
     if made.numel():
         _combine_kernel[(num_tokens, triton.cdiv(width, columns))](
             rows, weights, plan_rows, made if shared is None else shared, made, width,
-            shared is not None, top_k, columns, num_tokens > BATCH if skip is None else skip, num_warps=num_warps,
+            shared is not None, top_k, columns, skip, num_warps=num_warps, **overlap(rows.device),
         )  # fmt: skip
     return made
 

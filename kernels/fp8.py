@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.select import Backend
-from kernels.triton_support import jit, needs_triton, tl, triton
+from kernels.triton_support import jit, needs_triton, overlap, tl, triton, wait_for_previous
 
 GROUP = 128  # columns of a row, or rows and columns of a weight's block, that share a scale
 LARGEST = 448.0  # of float8_e4m3fn
@@ -119,8 +119,10 @@ def quantise_tile(values):
 
 @jit
 def _quantise_kernel(
-    x, row_stride, data, scale, scale_stride, num_rows, num_groups, ROWS: tl.constexpr, GROUPS: tl.constexpr
-):
+    x, row_stride, data, scale, scale_stride, num_rows, num_groups,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     here = (row < num_rows)[:, None] & (group < num_groups)[None, :]
@@ -139,8 +141,9 @@ def _triton(x: torch.Tensor, rows: int = 8, groups: int = 4, num_warps: int = 4)
     grid = (triton.cdiv(len(x), rows), triton.cdiv(num_groups, groups))
     if x.numel():
         _quantise_kernel[grid](
-            x, x.stride(0), *made, made.scale.stride(1), *made.scale.shape, rows, groups, num_warps=num_warps
-        )
+            x, x.stride(0), *made, made.scale.stride(1), *made.scale.shape, rows, groups,
+            num_warps=num_warps, **overlap(x.device),
+        )  # fmt: skip
     return made
 
 

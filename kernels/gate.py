@@ -19,7 +19,7 @@ import torch
 
 from kernels import cpu_library
 from kernels.select import Backend
-from kernels.triton_support import jit, needs_triton, tl, triton
+from kernels.triton_support import jit, needs_triton, overlap, tl, triton, wait_for_previous
 
 LANES = 8  # as in cpu.c
 
@@ -98,9 +98,10 @@ def _best_two(best, second, other_best, other_second):
 def _gate_kernel(
     logits, row_stride, bias, weights, ids, num_tokens, n_group, size, factor,
     KEPT: tl.constexpr, TOP_K: tl.constexpr, NORM: tl.constexpr,
-    TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, CHOICES: tl.constexpr,
+    TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, CHOICES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """TOKENS rows a program. Maxima are of integers in the order of the scores: a warp has an instruction for those."""
+    wait_for_previous(OVERLAP)
     row = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     lane = tl.arange(0, GROUPS * SIZE)
     group, member = lane // SIZE, lane % SIZE
@@ -152,7 +153,8 @@ def _triton(
         _gate_kernel[(triton.cdiv(tokens, per_program),)](
             logits, logits.stride(0), bias, weights, ids, tokens, limits.n_group, size, limits.routed_scaling_factor,
             limits.topk_group, top_k, limits.norm_topk_prob,
-            per_program, groups, triton.next_power_of_2(size), triton.next_power_of_2(top_k), num_warps=num_warps,
+            per_program, groups, triton.next_power_of_2(size), triton.next_power_of_2(top_k),
+            num_warps=num_warps, **overlap(logits.device),
         )  # fmt: skip
     return weights, ids
 

@@ -23,9 +23,10 @@ import torch.nn.functional as F
 
 from kernels import cpu_library, fp8
 from kernels.select import Backend
-from kernels.triton_support import jit, needs_triton, tl, triton
+from kernels.triton_support import jit, needs_triton, overlap, tl, triton, wait_for_previous
 
 LANES = 8  # as in cpu.c
+BATCH = 2048  # tokens; up to here latency counts, above it bytes
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -54,9 +55,10 @@ def _c(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | No
 def _add_norm_kernel(
     x, x_stride, delta, delta_stride, gain, h, h_stride, data, scale, scale_stride, num_rows, width, eps,
     ADD: tl.constexpr, KEEP: tl.constexpr, QUANTISE: tl.constexpr,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Each program does ROWS whole rows, seen as [ROWS, GROUPS, SIZE] columns; SIZE is 128 when it quantises."""
+    wait_for_previous(OVERLAP)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     group = tl.arange(0, GROUPS)
     column = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
@@ -77,10 +79,11 @@ def _add_norm_kernel(
         tl.store(h + row[:, None, None] * h_stride + column[None], made, mask=here)
     if QUANTISE:
         codes, scales = fp8.quantise_tile(made.to(tl.float32))
-        # 0, but for all the compiler knows an odd 8: so it stores 8 codes a thread, as many as that has of x, and does
-        # not first shuffle them through shared memory
-        eight = tl.where(eps < 0, 8, 0)
-        tl.store(data + eight + row[:, None, None] * width + column[None], codes, mask=here)
+        if ADD or KEEP:
+            # 0, but for all the compiler knows an odd 8: so it stores 8 codes a thread, as many as that has of x and h,
+            # and does not first shuffle them through shared memory
+            data += tl.where(eps < 0, 8, 0)
+        tl.store(data + row[:, None, None] * width + column[None], codes, mask=here)
         valid = (row < num_rows)[:, None] & (group * SIZE < width)[None, :]
         tl.store(scale + group[None, :] * scale_stride + row[:, None], scales, mask=valid)
 
@@ -100,8 +103,14 @@ def _launch(
         x if h is None else h, 0 if h is None else h.stride(0),
         x if rows is None else rows.data, x if rows is None else rows.scale, 0 if rows is None else rows.scale.stride(1),
         num_tokens, width, eps, delta is not None, h is not None, rows is not None,
-        per_program, groups, size, num_warps=num_warps or min(8, max(1, per_program * groups * size // 1024)),
+        per_program, groups, size,
+        num_warps=num_warps or warps_for(num_tokens, per_program * groups * size), **overlap(x.device),
     )  # fmt: skip
+
+
+def warps_for(num_tokens: int, elements: int) -> int:
+    """Of a program: as measured on an H200, twice as many for a decode batch as for a prefill."""
+    return max(1, min(16, elements // 512) if num_tokens <= BATCH else min(8, elements // 1024))
 
 
 def _triton(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:

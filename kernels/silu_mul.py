@@ -15,9 +15,9 @@ import torch.nn.functional as F
 
 from kernels import fp8
 from kernels.select import Backend
-from kernels.triton_support import jit, needs_triton, tl, triton
+from kernels.triton_support import jit, needs_triton, overlap, tl, triton, wait_for_previous
 
-PROGRAMS = 132 * 16  # with a limit, rows are shared out among at most about this many programs
+PROGRAMS = 132 * 64  # with a limit, rows are shared out among at most about this many programs
 
 
 def reference(gate_up: torch.Tensor) -> torch.Tensor:
@@ -62,9 +62,10 @@ def _tile(
 @jit
 def _silu_mul_kernel(
     gate_up, row_stride, made, scale, scale_stride, limit, num_rows, inner,
-    QUANTISE: tl.constexpr, LIMITED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    QUANTISE: tl.constexpr, LIMITED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile a program; with a limit, the programs of axis 0 share out the tiles before it."""
+    wait_for_previous(OVERLAP)
     if LIMITED:
         last = tl.minimum(tl.load(limit), num_rows)
         for tile in range(tl.program_id(0), tl.cdiv(last, ROWS), tl.num_programs(0)):
@@ -76,19 +77,20 @@ def _silu_mul_kernel(
 
 def _launch(
     gate_up: torch.Tensor, made: torch.Tensor, scale: torch.Tensor | None, limit: torch.Tensor | None,
-    rows: int = 1, groups: int = 16, num_warps: int = 8, programs: int = PROGRAMS,
+    rows: int = 0, groups: int = 16, num_warps: int = 8, programs: int = PROGRAMS,
 ) -> None:  # fmt: skip
     num_rows, inner = made.shape
     if not made.numel():
         return
     across = triton.cdiv(inner, groups * fp8.GROUP)
+    rows = rows or (1 if scale is None else 2)
     down = triton.cdiv(num_rows, rows)
     if limit is not None:
         down = min(down, max(1, programs // across))
     _silu_mul_kernel[(down, across)](
         gate_up, gate_up.stride(0), made, made if scale is None else scale, 0 if scale is None else scale.stride(1),
         made if limit is None else limit, num_rows, inner, scale is not None, limit is not None,
-        rows, groups, num_warps=num_warps,
+        rows, groups, num_warps=num_warps, **overlap(made.device),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ tests do that. `needs_triton` says no on a CPU even then, so that no engine ever
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -49,3 +50,25 @@ def needs_capability(major: int, *, exactly: bool = False) -> Callable[[Any], st
         return None
 
     return why_not
+
+
+@functools.cache
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Launch arguments of a kernel that begins with `wait_for_previous(OVERLAP)`.
+
+    From Hopper on such a kernel is put on the GPU while the one before it in the stream still runs, and waits there for
+    its end (CUDA's programmatic dependent launch): the launch is hidden, the order of reads and writes is as ever.
+    """
+    if device.type != "cuda" or triton is None or not hasattr(getattr(tl.extra, "cuda", None), "gdc_wait"):
+        return {"OVERLAP": False}
+    if torch.cuda.get_device_capability(device)[0] < 9:
+        return {"OVERLAP": False}
+    return {"OVERLAP": True, "launch_pdl": True}
+
+
+@jit
+def wait_for_previous(OVERLAP: tl.constexpr):
+    """First in a kernel: lets the next one be launched, and waits for the one before."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
