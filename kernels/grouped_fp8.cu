@@ -4,8 +4,8 @@
 // w         [experts, n, k]              e4m3, one fp32 scale for each 128 x 128 block
 // y         [rows, n]                    bf16
 //
-// One block of threads per multiprocessor walks over tiles of at most 256 rows by N columns; two or four of them may form a
-// cluster on neighbouring columns and share their rows: each loads a part, which the copy engine delivers to all. A producer thread keeps a ring
+// One block of threads per multiprocessor walks over tiles of at most 256 rows by N columns; two of them may form a cluster
+// on neighbouring columns and share their rows: each loads half, which the copy engine delivers to both. A producer thread keeps a ring
 // of shared-memory stages filled through the bulk copy engine; two warpgroups multiply. An instruction covers 64 rows; each
 // group of 64 rows ("slab") that a tile really has costs a load and its products, absent ones cost nothing: 16 rows of an
 // expert and 60000 take the same road. Tensor cores keep about 14 bits while they sum, hence the sum over each 128 of k is
@@ -154,10 +154,15 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t place) {
 __device__ __forceinline__ void products_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Nothing may read `d` before the products are done: the empty statements tie its registers to this place.
+// Until at most so many groups of products are under way.
+template <int kGroups>
+__device__ __forceinline__ void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
+}
+
+// Nothing may read `d` before this place: empty statements tie its registers to it.
 template <int R>
-__device__ __forceinline__ void products_wait(float (&d)[R]) {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+__device__ __forceinline__ void products_end(float (&d)[R]) {
 #pragma unroll
     for (int i = 0; i < R; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
@@ -187,13 +192,29 @@ __device__ __forceinline__ void multiply(float (&d)[32], uint64_t a, uint64_t b,
         : "l"(a), "l"(b), "r"(add));
 }
 
-// The sum over one stage's 128 of k into `d`.
-template <int R>
-__device__ __forceinline__ void multiply_stage(float (&d)[R], uint32_t a, uint32_t b) {
+// Warpgroups take turns at the tensor cores, so that one's scaling falls beside the other's products. Left alone they tend
+// to run in step, and the tensor cores then idle while both scale.
+__device__ __forceinline__ void turn_wait(int group) { asm volatile("bar.sync %0, 256;" ::"r"(2 + group) : "memory"); }
+__device__ __forceinline__ void turn_give(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 + group) : "memory"); }
+
+// The sum over one stage's 128 of k into `d`. The turn is given while the last quarters still run: by the time the other
+// group's products arrive, the tensor cores are free.
+template <int kGiveAfter, int R>
+__device__ __forceinline__ void multiply_stage(float (&d)[R], uint32_t a, uint32_t b, bool turns, int group) {
+    if (kGiveAfter && turns) turn_wait(group);
     products_fence();
 #pragma unroll
-    for (int part = 0; part < 4; ++part) multiply(d, descriptor(a + 2 * part), descriptor(b + 2 * part), part != 0);
+    for (int part = 0; part < 4; ++part) {
+        if (kGiveAfter && part == kGiveAfter) products_commit();
+        multiply(d, descriptor(a + 2 * part), descriptor(b + 2 * part), part != 0);
+    }
     products_commit();
+    if (kGiveAfter && turns) {
+        products_wait<1>();
+        turn_give(group ^ 1);
+    }
+    products_wait<0>();
+    products_end(d);
 }
 
 template <int R>
@@ -206,10 +227,6 @@ __device__ __forceinline__ void add_scaled(float (&sum)[R], const float (&part)[
         sum[i + 3] = fmaf(part[i + 3], lower, sum[i + 3]);
     }
 }
-
-// Warpgroups take turns at issuing products, so that their scaling falls beside the other's products.
-__device__ __forceinline__ void turn_wait(int group) { asm volatile("bar.sync %0, 256;" ::"r"(2 + group) : "memory"); }
-__device__ __forceinline__ void turn_give(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 + group) : "memory"); }
 
 // The same warp of both warpgroups.
 __device__ __forceinline__ void pair_sync(int warp) { asm volatile("bar.sync %0, 64;" ::"r"(4 + warp) : "memory"); }
@@ -246,8 +263,8 @@ __device__ __forceinline__ int slabs_of(int rows, int tiles) {
     return tiles == 0 ? 0 : ((rows + kSlab - 1) / kSlab + tiles - 1) / tiles;
 }
 
-// Tiles of an expert are as few as `problem.slabs` allows and of one height. Stages are as large as the highest tile needs
-// and as many as fit: a decode step's few rows leave room for more weights in flight.
+// Tiles of an expert are as few as `problem.slabs` allows and of one height. Stages are as large as the highest tile needs and as many as fit: a decode step's
+// few rows leave room for more weights in flight.
 __device__ void fill_tables(Tables& tables, const Problem& problem, int column_tiles, int w_bytes) {
     for (int e = threadIdx.x; e < problem.experts; e += blockDim.x) {
         int begin = 0, end = problem.rows;
@@ -259,20 +276,28 @@ __device__ void fill_tables(Tables& tables, const Problem& problem, int column_t
             end = begin + min(problem.bounds[e], problem.rows);
         }
         tables.begin[e] = begin;
-        tables.end[e] = end;
-        tables.first_tile[e + 1] = tiles_of(end - begin, problem.slabs);
+        tables.end[e] = max(begin, end);
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-        int highest = 1;
-        tables.first_tile[0] = 0;
-        for (int e = 0; e < problem.experts; ++e) {
-            int tiles = tables.first_tile[e + 1];
-            tables.first_tile[e + 1] = tables.first_tile[e] + tiles * column_tiles;
-            highest = max(highest, slabs_of(tables.end[e] - tables.begin[e], tiles));
+    if (threadIdx.x < 32) {
+        int lane = threadIdx.x, before = 0, highest = 1;
+        for (int first = 0; first < problem.experts; first += 32) {
+            int e = first + lane, rows = e < problem.experts ? tables.end[e] - tables.begin[e] : 0;
+            int tiles = tiles_of(rows, problem.slabs), sum = tiles * column_tiles;
+            highest = max(highest, slabs_of(rows, tiles));
+            for (int other = 1; other < 32; other *= 2) {
+                int lower = __shfl_up_sync(0xffffffff, sum, other);
+                if (lane >= other) sum += lower;
+            }
+            if (e < problem.experts) tables.first_tile[e + 1] = before + sum;
+            before += __shfl_sync(0xffffffff, sum, 31);
         }
-        tables.stage_bytes = highest * kSlabBytes + w_bytes + kScaleBytes;
-        tables.stages = min(kMaxStages, problem.ring_bytes / tables.stage_bytes);
+        highest = __reduce_max_sync(0xffffffff, highest);
+        if (lane == 0) {
+            tables.first_tile[0] = 0;
+            tables.stage_bytes = highest * kSlabBytes + w_bytes + kScaleBytes;
+            tables.stages = min(kMaxStages, problem.ring_bytes / tables.stage_bytes);
+        }
     }
     __syncthreads();
 }
@@ -399,7 +424,7 @@ __device__ __forceinline__ void release(uint64_t* empty, int lane) {
     }
 }
 
-template <int N, int kCluster, bool kTurns>
+template <int N, int kCluster, int kTurns>
 __device__ void consume(char* ring, char* staging, Tables& tables, const Problem& problem, int rank) {
     constexpr int kSums = N / 2;         // registers of one thread for one slab
     // The shuffle tells the compiler that a whole warp agrees on the number, so that addresses stay in uniform registers.
@@ -413,13 +438,13 @@ __device__ void consume(char* ring, char* staging, Tables& tables, const Problem
     char* own = staging + (group * 4 + warp) * kPieceBytes;
     int stage = 0, expert = 0;
     uint32_t parity = 0, ring_place = __shfl_sync(0xffffffff, place(ring), 0);
-    if (kTurns && group == 1) turn_give(0);
+    if (kTurns != 0 && group == 1) turn_give(0);
     for (int t = blockIdx.x / kCluster; t < tables.first_tile[problem.experts]; t += gridDim.x / kCluster) {
         Tile tile = locate(t, expert, tables, problem, N * kCluster, column_tiles);
         tile.column += rank * N;             // may lie past n where the cluster's other block does not
         int slabs = (tile.row_end - tile.row + kSlab - 1) / kSlab;
         bool alone = slabs == 1;             // then the groups take every second step of the same rows
-        bool first = alone || group < slabs, second = group + 2 < slabs, turns = kTurns && slabs == kMaxSlabs;
+        bool first = alone || group < slabs, second = group + 2 < slabs, turns = kTurns != 0 && slabs > 1;
         int own_slab = alone ? 0 : group;
         float sums[2][kSums];
 #pragma unroll
@@ -433,22 +458,18 @@ __device__ void consume(char* ring, char* staging, Tables& tables, const Problem
             float s0 = load_shared(from), s1 = load_shared(from + 32), s2 = load_shared(from + 512);
             float s3 = load_shared(from + 544), w_scale = tables.w_scale[stage];
             if (first && !(alone && (step & 1) != group)) {
-                if (turns) turn_wait(group);
-                multiply_stage(part, x_tile, w_tile);
-                if (turns) turn_give(group ^ 1);
-                products_wait(part);
+                multiply_stage<kTurns>(part, x_tile, w_tile, turns, group);
                 if (!second) release<kCluster>(&tables.empty[stage], lane);
                 add_scaled(sums[0], part, s0 * w_scale, s1 * w_scale);
             } else {
                 release<kCluster>(&tables.empty[stage], lane);
             }
             if (second) {
-                if (turns) turn_wait(group);
-                multiply_stage(part, x_tile + (2 * kSlabBytes >> 4), w_tile);
-                if (turns) turn_give(group ^ 1);
-                products_wait(part);
+                multiply_stage<kTurns>(part, x_tile + (2 * kSlabBytes >> 4), w_tile, turns, group);
                 release<kCluster>(&tables.empty[stage], lane);
                 add_scaled(sums[1], part, s2 * w_scale, s3 * w_scale);
+            } else if (turns && slabs == 3) {
+                turn_wait(group), turn_give(group ^ 1);
             }
             if (++stage == stages) stage = 0, parity ^= 1;
         }
@@ -459,7 +480,7 @@ __device__ void consume(char* ring, char* staging, Tables& tables, const Problem
     }
 }
 
-template <int N, int kCluster, bool kTurns>
+template <int N, int kCluster, int kTurns>
 __global__ void __launch_bounds__(kThreads, 1)
     grouped(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
             const __grid_constant__ Problem problem) {
@@ -518,7 +539,7 @@ constexpr int kSharedLimit = 227 * 1024;
 static_assert(kSharedLimit - int(sizeof(Tables)) - 1024 - 8 * kPieceBytes >=
               4 * (kMaxSlabs * kSlabBytes + 128 * kStep + kScaleBytes));
 
-template <int N, int kCluster, bool kTurns>
+template <int N, int kCluster, int kTurns>
 int launch(const CUtensorMap& x_map, const CUtensorMap& w_map, Problem problem, int blocks, bool early,
            cudaStream_t stream) {
     int staging = kConsumers * 4 * kPieceBytes;
@@ -561,14 +582,13 @@ extern "C" int hr_grouped_fp8(const void* x, const float* x_scale, long long x_s
                     rows,    experts, n, k, mode, slabs, 0, group};
     cudaStream_t on = static_cast<cudaStream_t>(stream);
     switch (columns * 100 + cluster * 10 + turns) {
-        case 6410: return launch<64, 1, false>(x_map, w_map, problem, blocks, early, on);
-        case 6420: return launch<64, 2, false>(x_map, w_map, problem, blocks, early, on);
-        case 6440: return launch<64, 4, false>(x_map, w_map, problem, blocks, early, on);
-        case 12810: return launch<128, 1, false>(x_map, w_map, problem, blocks, early, on);
-        case 12811: return launch<128, 1, true>(x_map, w_map, problem, blocks, early, on);
-        case 12820: return launch<128, 2, false>(x_map, w_map, problem, blocks, early, on);
-        case 12840: return launch<128, 4, false>(x_map, w_map, problem, blocks, early, on);
-        case 12821: return launch<128, 2, true>(x_map, w_map, problem, blocks, early, on);
+        case 6410: return launch<64, 1, 0>(x_map, w_map, problem, blocks, early, on);
+        case 6413: return launch<64, 1, 3>(x_map, w_map, problem, blocks, early, on);
+        case 12810: return launch<128, 1, 0>(x_map, w_map, problem, blocks, early, on);
+        case 12813: return launch<128, 1, 3>(x_map, w_map, problem, blocks, early, on);
+        case 12820: return launch<128, 2, 0>(x_map, w_map, problem, blocks, early, on);
+        case 12822: return launch<128, 2, 2>(x_map, w_map, problem, blocks, early, on);
+        case 12823: return launch<128, 2, 3>(x_map, w_map, problem, blocks, early, on);
         default: return -2;
     }
 }

@@ -33,7 +33,7 @@ ROW_TILES_TOGETHER = 8  # whose columns are walked together, for the L2 cache
 FEW_ROWS = 64  # an expert: narrow tiles in Triton
 CLUSTER = 2  # blocks that share rows
 EARLY = False  # programmatic dependent launch
-TURNS = False  # the two warpgroups of grouped_fp8.cu issue products by turns
+TURNS = 3  # quarters of a warpgroup's products after which the other's may start; 0 leaves them alone
 
 
 def row_multiple_for(rows_per_expert: int) -> int:
@@ -95,14 +95,16 @@ def launch_cuda(
     *,
     slabs: int = 4,
     columns: int = 128,
-    turns: bool = TURNS,
+    turns: int = TURNS,
     together: int = ROW_TILES_TOGETHER,
     cluster: int = CLUSTER,
     early: bool = EARLY,
 ) -> torch.Tensor:
-    """The kernel of grouped_fp8.cu. Tiles are 64 * `slabs` rows by `columns` (64 or 128); `turns` makes its two
-    warpgroups alternate; `together` row tiles share a walk over the columns; `cluster` blocks share a tile's rows (1, 2
-    or 4; with 4 or 64 columns no turns); `early` lets the kernel start beside the end of the one before it."""
+    """The kernel of grouped_fp8.cu. Tiles are 64 * `slabs` rows at most by `columns` (64 or 128). `together` row tiles
+    share a walk over the columns; `cluster` blocks (1 or 2) share a tile's rows; `early` lets the kernel start beside the
+    end of the one before it. The choices that are compiled are listed at the end of the source."""
+    if columns != 128:
+        cluster = 1
     layout = Layout(rows, weight, mode)
     out = layout.empty(rows) if out is None else out
     device = out.device

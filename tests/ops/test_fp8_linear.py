@@ -40,8 +40,8 @@ def test_every_linear_back_end_equals_fp32(gpu, name, tokens, n, k):
     reason = backend.why_not(gpu)
     if reason:
         pytest.skip(reason)
-    if name == "flashinfer" and (tokens % 4 or n % 64):
-        pytest.skip("flashinfer wants tokens in multiples of 4 and n in multiples of 64")
+    if name == "flashinfer" and (tokens % 4 or n % 64 or k > 4096):
+        pytest.skip("flashinfer wants tokens in multiples of 4, n of 64, and compiles each shape for long")
     rows, weight = made(tokens, 1, n, k, gpu)
     _check(backend.run, rows, weight)
 

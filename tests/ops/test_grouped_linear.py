@@ -20,14 +20,14 @@ def made(capacity: int, experts: int, n: int, k: int, device: torch.device, seed
     """Random operands whose scales differ by orders of magnitude between blocks, so that a wrong scale shows."""
     torch.manual_seed(seed)
     steps = -(-k // 128)
-    padded = steps * 128
-    x = torch.randn(capacity, padded) * torch.logspace(-2, 1, steps).repeat_interleave(128)
-    x *= torch.linspace(0.25, 4, capacity)[:, None]
+    x = torch.randn(capacity, steps * 128, device=device)
+    x *= torch.logspace(-2, 1, steps, device=device).repeat_interleave(128)
+    x *= torch.linspace(0.25, 4, capacity, device=device)[:, None]
     rows = quantise(x.bfloat16())
-    w = torch.randn(experts, n, k) * torch.linspace(0.5, 3, -(-n // 128)).repeat_interleave(128)[:n, None]
-    weight = quantise_weight(w * torch.linspace(1, 2, experts)[:, None, None])
-    scale = rows.scale.T.contiguous().to(device).T
-    return Fp8Rows(rows.data[:, :k].contiguous().to(device), scale), Fp8Weight(*(part.to(device) for part in weight))
+    w = torch.randn(experts, n, k, device=device)
+    w *= torch.linspace(0.5, 3, -(-n // 128), device=device).repeat_interleave(128)[:n, None]
+    weight = quantise_weight(w * torch.linspace(1, 2, experts, device=device)[:, None, None])
+    return Fp8Rows(rows.data[:, :k].contiguous(), rows.scale), weight
 
 
 def assert_close(out: torch.Tensor, want: torch.Tensor) -> None:
@@ -126,12 +126,12 @@ CUDA_CASES = [
 ]
 
 
-@pytest.mark.parametrize("cluster,turns", [(1, False), (2, False), (4, False), (1, True), (2, True)])
+@pytest.mark.parametrize("cluster,turns", [(1, 0), (2, 0), (1, 3), (2, 2), (2, 3)])
 @pytest.mark.parametrize("slabs,columns", [(4, 128), (3, 128), (1, 128), (2, 64)])
 @pytest.mark.parametrize("starts,n,k", CUDA_CASES)
 def test_cuda_contiguous_equals_fp32(hopper, cluster, turns, slabs, columns, starts, n, k):
-    if turns and columns == 64:
-        pytest.skip("turns need 128 columns")
+    if columns == 64 and cluster == 2:
+        pytest.skip("64 columns: no clusters")
     rows, weight = made(1200, 4, n, k, hopper)
     used = starts[-1]
     starts = torch.tensor(starts, dtype=torch.int32, device=hopper)
