@@ -407,7 +407,10 @@ def link_in_use() -> str:
     """The link that this process's environment makes Mooncake use. Raises ConfigError when it does not say one."""
     named = [link for link, variable in LINKS.items() if environment_value(variable) is not None]
     if len(named) != 1:
-        told = f"exactly one of {', '.join(LINKS.values())} must be in the environment; Mooncake finds {len(named)}"
+        told = (
+            f"exactly one of {', '.join(LINKS.values())} must be in the environment, where transfer.link puts it; "
+            f"Mooncake would find {len(named)}"
+        )
         raise ConfigError(told, field="transfer.link")
     return named[0]
 
