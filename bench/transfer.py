@@ -156,7 +156,8 @@ class _End:
         import torch
 
         torch.set_num_threads(1)
-        self._role, self._end = role, None
+        self._role = role
+        self._end: Any = None
 
     def open(self, link: str, memory: str, blocks: int) -> dict[str, Any]:
         """Room for `blocks` twice, in this memory, written over this link. Mooncake looks for the link at each engine's start."""
@@ -189,7 +190,7 @@ class _End:
 
     def descriptor(self) -> dict[str, Any]:
         """How to write here."""
-        return vars(self._end.descriptor())
+        return dict(vars(self._end.descriptor()))
 
     def cpu(self) -> dict[str, float]:
         """CPU seconds of this process so far."""
@@ -212,7 +213,8 @@ class _End:
         mine = list(range(0, blocks * step, step))
         theirs = [self._blocks - 1 - block for block in reversed(mine)]
         descriptor, runs = TargetDescriptor(**target), plan_runs(mine, theirs, 0, blocks * BLOCK_SIZE, BLOCK_SIZE)
-        us, began, cpu = [], time.perf_counter(), time.process_time()
+        us: list[float] = []
+        began, cpu = time.perf_counter(), time.process_time()
         while len(us) <= FEWEST or (len(us) <= MOST and time.perf_counter() - began < BUDGET_S):
             start = time.perf_counter()
             self._end.push(descriptor, 0, runs)

@@ -419,6 +419,7 @@ def _check_link(pool: torch.Tensor) -> str:
     """The link in use. Raises ConfigError when rows of this pool cannot move over it."""
     if (link := link_in_use()) != "nvlink_intra":
         return link
+    reason: str | None
     if not pool.is_cuda:
         reason = "it moves GPU memory only, and this pool is on the CPU (engine.device)"
     elif _is_expandable(pool):
