@@ -134,7 +134,7 @@ class FlashInferDecode:
         )
         self.q_dtype = q_dtype
         self.heads, self.block_size, self.pool_dtype, self.scale = heads, block_size, pool_dtype, scale
-        self._starts = torch.arange(max_batch + 1, dtype=torch.int32)
+        self._starts = torch.arange(max_batch + 1, dtype=torch.int32, pin_memory=True)
         self._copied = torch.cuda.Event()
         self._scales = dict(ckv_scale=1.0, kpe_scale=1.0) if pool_dtype == torch.float8_e4m3fn else {}
 
@@ -145,10 +145,11 @@ class FlashInferDecode:
         assert block_tables.is_contiguous(), "its blocks are found by one start a sequence"
         batch, width = block_tables.shape
         lens = context_lens.cpu() if context_lens_host is None else torch.from_numpy(np.asarray(context_lens_host))
+        lens, blocks = lens.to(torch.int32).pin_memory(), (self._starts[: batch + 1] * width).pin_memory()
         self._copied.synchronize()
         starts = self._starts[: batch + 1]
         self._wrapper.plan(
-            starts, starts * width, block_tables.view(-1), lens.to(torch.int32), self.heads, LATENT, ROPE,
+            starts, blocks, block_tables.view(-1), lens, self.heads, LATENT, ROPE,
             self.block_size, False, self.scale, torch.bfloat16, self.pool_dtype,
         )  # fmt: skip
         self._copied.record()

@@ -63,7 +63,10 @@ class _Planned:
 
     def replace(self, query_lens: Sequence[int], context_lens: Sequence[int], heads: int, scale: float) -> None:
         self._copied.synchronize()  # the copy of the plan before it read the same pinned memory
-        starts = [torch.tensor([0, *accumulate(lens)], dtype=torch.int32) for lens in (query_lens, context_lens)]
+        starts = [
+            torch.tensor([0, *accumulate(lens)], dtype=torch.int32, pin_memory=True)
+            for lens in (query_lens, context_lens)
+        ]
         self.wrapper.plan(
             *starts, heads, heads, QK_DIM, VALUE_DIM, causal=True, sm_scale=scale, q_data_type=torch.bfloat16
         )
