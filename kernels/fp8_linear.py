@@ -10,9 +10,10 @@ LINEAR_BACKENDS  y = x @ W^T on FP8 tensor cores, objects with
                               `out` when given (dense rows)
   Sums over each 128 of k are scaled in fp32. No tokens give no rows. n and k need be no multiples of 128.
 
-The last block of a side may be partial (kv_a_proj_with_mqa has 576 rows). `cuda` is grouped_fp8.cu with one expert and
-takes k in multiples of 16 and n in multiples of 8; `cublas` wants n in multiples of 16, k of 512 and tokens of 4, and
-pads what is not (weights at `prepare`, rows at every call); `flashinfer` wants n in multiples of 64 and k of 128.
+The last block of a side may be partial (kv_a_proj_with_mqa has 576 rows). `hopper` is `cuda` for few tokens and `cublas`
+for many, chosen by their number alone. `cuda` is grouped_fp8.cu with one expert and takes k in multiples of 16 and n in
+multiples of 8; `cublas` wants n in multiples of 16, k of 512 and tokens of 4, and pads what is not (weights at `prepare`,
+rows at every call); `flashinfer` wants n in multiples of 64, k of 128 and tokens of 4.
 Source: DeepSeek-V3 report 3.3, its inference/kernel.py.
 """
 
@@ -29,6 +30,7 @@ from kernels.select import Backend
 from kernels.triton_support import needs_capability, needs_triton
 
 CUBLAS_N, CUBLAS_K, CUBLAS_TOKENS = 16, 4 * GROUP, 4
+FEW_TOKENS = 64  # H200, R1's weights: `cuda` 1.0-1.3x `cublas` at 64 tokens, 0.8-1.0x at 256
 
 
 def reference(quantised: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -170,6 +172,27 @@ class FlashInferLinear:
         return fp8_blockscale_gemm_sm90(rows.data, w.data, rows.scale, w.scale, out=out)
 
 
+class HopperWeight(NamedTuple):
+    few: Fp8Weight
+    many: CublasWeight  # a view of the same bytes unless they had to be padded
+
+
+class HopperLinear:
+    """`cuda` for few tokens, where reading the weight is all, `cublas` for many. Which is faster where: see FEW_TOKENS."""
+
+    @staticmethod
+    def prepare(weight: Fp8Weight) -> HopperWeight:
+        many = CublasLinear.prepare(weight)
+        return HopperWeight(CudaLinear.prepare(weight), many)
+
+    @staticmethod
+    def run(rows: Fp8Rows, w: HopperWeight, out: torch.Tensor | None = None) -> torch.Tensor:
+        tokens = len(rows.data)
+        if tokens <= FEW_TOKENS or tokens % CUBLAS_TOKENS:
+            return CudaLinear.run(rows, w.few, out)
+        return CublasLinear.run(rows, w.many, out)
+
+
 def _cublas_why_not(device: Any) -> str | None:
     """Tried, not looked up: torch 2.11 and 2.13 differ in what they check, and older CUDA has no such kernel."""
     reason = needs_capability(9, exactly=True)(device)
@@ -196,7 +219,12 @@ def _flashinfer_why_not(device: Any) -> str | None:
     return None
 
 
+def _hopper_why_not(device: Any) -> str | None:
+    return cuda_library.why_not(device) or _cublas_why_not(device)
+
+
 LINEAR_BACKENDS = (
+    Backend("hopper", HopperLinear, why_not=_hopper_why_not),
     Backend("cuda", CudaLinear, why_not=cuda_library.why_not),
     Backend("cublas", CublasLinear, why_not=_cublas_why_not),
     Backend("flashinfer", FlashInferLinear, why_not=_flashinfer_why_not),
