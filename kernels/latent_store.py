@@ -207,7 +207,7 @@ def _triton(
     store: Plan,
 ) -> None:
     part = q[..., -2 * cos.shape[1] :]
-    _launch(part, part, rows, gain, eps, cos, sin, pool, store.all_slots, in_place=True, group=128, warps=4)
+    _launch(part, part, rows, gain, eps, cos, sin, pool, store.all_slots, in_place=True, group=16, warps=4)
 
 
 # --- the decode form ---
@@ -242,7 +242,7 @@ def _decode_triton(
     absorbed: torch.Tensor,
 ) -> None:
     part, target = q[..., -2 * cos.shape[1] :], absorbed[..., len(gain) :]
-    _launch(part, target, rows, gain, eps, cos, sin, pool, slots, in_place=False, group=32, warps=4)
+    _launch(part, target, rows, gain, eps, cos, sin, pool, slots, in_place=False, group=16, warps=4)
 
 
 BACKENDS = (

@@ -95,16 +95,18 @@ def _reference_row(
 
 
 class Tiles(NamedTuple):
-    """piece: tokens of one program over many rows; block: of one turn over a row; room: survivors kept on chip; group:
-    rows that share their hashes. Then warps of each kernel."""
+    """piece: tokens (at most 65536) that one program looks at together; block: of one turn over a row; room: survivors kept
+    on chip; group: rows that share their hashes; turns: pieces of one program where rows are cut. And warps of each."""
 
     piece: int = 2048
     block: int = 4096
     room: int = 4096
     group: int = 4
+    turns: int = 4
     survey_warps: int = 4
     piece_warps: int = 4
     settle_warps: int = 16
+    survey_registers: int | None = 128  # unbounded, the compiler takes 220 and the pieces wait for each other
 
 
 def _triton(
@@ -125,28 +127,27 @@ def _triton(
     piece, block = (min(size, triton.next_power_of_2(vocab)) for size in (tiles.piece, tiles.block))
     group = tiles.group if rows >= 4 * tiles.group else 1
     pieces = triton.cdiv(vocab, piece)
+    turns = triton.cdiv(pieces, tiles.turns)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(rows, *shape, dtype=dtype, device=logits.device)
 
-    floats, tokens, table = scratch(3, pieces), scratch(pieces, dtype=torch.int32), scratch(8, pieces)
+    floats, tokens, table = scratch(2, pieces), scratch(pieces, dtype=torch.int32), scratch(12, pieces)
     rooms = scratch(2, tiles.room, dtype=torch.int32)
-    cuts, of_pieces = (
-        (temperature, top_k, top_p, min_p),
-        {"PIECES": pieces, "PIECES_BLOCK": triton.next_power_of_2(pieces)},
-    )
-    stride = logits.stride(0)
+    of_pieces = {"PIECES": pieces, "PIECES_BLOCK": triton.next_power_of_2(pieces)}
+    cuts, stride = (temperature, top_k, top_p, min_p), logits.stride(0)
     sampling_triton._survey[(triton.cdiv(rows, group) * pieces,)](
         logits, stride, keys, *cuts, floats, tokens, rows, vocab,
-        PIECES=pieces, BLOCK=piece, GROUP=group, num_warps=tiles.survey_warps, enable_fp_fusion=False,
+        PIECES=pieces, BLOCK=piece, GROUP=group, num_warps=tiles.survey_warps,
+        maxnreg=tiles.survey_registers, enable_fp_fusion=False,
     )  # fmt: skip
-    sampling_triton._weigh[(rows * pieces,)](
-        logits, stride, *cuts, floats, table, vocab, **of_pieces, BLOCK=piece, num_warps=tiles.piece_warps,
-        enable_fp_fusion=False,
-    )  # fmt: skip
-    sampling_triton._collect[(rows * pieces,)](
-        logits, stride, *cuts, floats, table, rooms, vocab, **of_pieces, ROOM=tiles.room, BLOCK=piece,
+    sampling_triton._weigh[(rows * turns,)](
+        logits, stride, *cuts, floats, table, vocab, **of_pieces, BLOCK=piece, TURNS=tiles.turns,
         num_warps=tiles.piece_warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    sampling_triton._collect[(rows * turns,)](
+        logits, stride, *cuts, floats, table, rooms, vocab, **of_pieces, ROOM=tiles.room, BLOCK=piece,
+        TURNS=tiles.turns, num_warps=tiles.piece_warps, enable_fp_fusion=False,
     )  # fmt: skip
     sampling_triton._settle[(rows,)](
         logits, stride, keys, *cuts, floats, tokens, table, rooms, out, vocab, **of_pieces, ROOM=tiles.room, BLOCK=block,

@@ -1,7 +1,7 @@
 """Triton kernels of `kernels.sampling`, in four launches.
 
-`_survey`   reads each piece of a few rows: its largest logit, its weight, and, of rows without cuts, its best score.
-`_weigh`    of rows with cuts: what lies at or above four depths below the row's largest logit, piece by piece.
+`_survey`   reads each piece of a few rows: its largest logit, its weight, and who wins it, if nothing is cut.
+`_weigh`    of rows with cuts: what lies at or above six depths below the row's largest logit, piece by piece.
 `_collect`  brings the tokens that may survive together, in order of id, where they fit in the row's room.
 `_settle`   one program a row: the cuts and the noise, on chip; where too many tokens survive, over the whole row.
 
@@ -54,10 +54,12 @@ def _exponential(key, hashes):
 
 @jit
 def _nearly_exponential(key, hashes):
-    """Within 2 ** -15 of `_exponential`, at a third of its price."""
-    v = _uniform(key, hashes)
-    small = v * (1.0 + v * (0.5 + v * 0.3333333))
-    return tl.where(v < 0.015625, small, -tl.log(1.0 - v))
+    """Within 2 ** -14 of `_exponential`, at half its price: -log(1 - t) is t times a polynomial, for t up to 1/2."""
+    bits = (1.0 - _uniform(key, hashes)).to(tl.int32, bitcast=True)
+    t = 1.0 - ((bits & 0x007FFFFF) | 0x3F000000).to(tl.float32, bitcast=True)
+    series = tl.fma(t, 0.7313795685768127, -0.04428951442241669)
+    series = tl.fma(tl.fma(series, t, 0.39169299602508545), t, 0.4961758852005005)
+    return tl.fma(tl.fma(series, t, 1.0000386238098145), t, (126 - (bits >> 23)).to(tl.float32) * 0.6931471805599453)
 
 
 @jit
@@ -113,7 +115,7 @@ def _survey(
 ):  # fmt: skip
     """GROUP rows share one computation of their tokens' hashes.
 
-    floats [rows, 3, pieces]: largest scaled logit, weight relative to it, best score; tokens [rows, pieces]: whose.
+    floats [rows, 2, pieces]: largest scaled logit, weight relative to it; tokens [rows, pieces]: who wins its piece.
     """
     group, piece = tl.program_id(0) // PIECES, tl.program_id(0) % PIECES
     at = piece * BLOCK + tl.arange(0, BLOCK)
@@ -130,8 +132,8 @@ def _survey(
         row = (group * GROUP + i).to(tl.int64)
         if row < rows:
             heat = tl.load(temperature + row)
-            start = logits + row * row_stride
-            place, whose = floats + row * (3 * PIECES) + piece, tokens + row * PIECES + piece
+            start, whose = logits + row * row_stride, tokens + row * PIECES + piece
+            place = floats + row * (2 * PIECES) + piece
             if heat < 1e-5:
                 x = tl.load(start + at, at < vocab, float("-inf"))
                 tl.store(place, tl.max(x))
@@ -142,44 +144,42 @@ def _survey(
                 weight = tl.exp(x - tl.where(most == float("-inf"), 0.0, most))
                 tl.store(place, most)
                 tl.store(place + PIECES, tl.sum(weight))
-                is_cut = _has_cut(tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), vocab)
-                if is_cut == 0:
-                    score, token = _best_of_piece(weight, at, tl.load(keys + row), hashes, vocab)
-                    tl.store(place + 2 * PIECES, score)
-                    tl.store(whose, token)
+                if _has_cut(tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), vocab) == 0:
+                    winner = _best_of_piece(weight, tl.load(keys + row), hashes, BLOCK)
+                    tl.store(whose, piece * BLOCK + winner)
 
 
 @jit
-def _best_of_piece(weight, at, key, hashes, vocab):
-    """The largest weight / variate and its token. Cheap variates find it; exact ones decide among those too near."""
-    scores = tl.where(at < vocab, weight / _nearly_exponential(key, hashes), -1.0)
+def _best_of_piece(weight, key, hashes, BLOCK: tl.constexpr):
+    """Where weight / variate is largest. Cheap variates find it; exact ones decide between those too near."""
+    place, root = tl.arange(0, BLOCK), tl.rsqrt(_nearly_exponential(key, hashes))
+    scores = weight * root * root
     near = scores >= tl.max(scores) * 0.99975
-    token = tl.min(tl.where(near, at, vocab))
-    if tl.sum(near.to(tl.int32)) > 1:
-        token = _first_best(tl.where(near, weight / _exponential(key, hashes), -1.0), at, vocab)
-    heaviest = tl.max(tl.where(at == token, weight, 0.0))
-    return heaviest / _exponential(key, _hash(token)), token
+    winner = tl.sum(tl.where(near, 65536 + place, 0))  # one: 65536 and its place; more: at least 131072
+    if winner >= 131072:
+        winner = _first_best(tl.where(near, weight / _exponential(key, hashes), -1.0), place, BLOCK)
+    return winner & 65535
 
 
 # --- rows with cuts, in pieces ---
 
 
 @jit
-def _depths(most):
-    """Keys of four scaled logits, rising."""
-    return _ordered(most - 12.0), _ordered(most - 8.0), _ordered(most - 5.0), _ordered(most - 2.5)
+def _depth(most, i: tl.constexpr):
+    """Key of a scaled logit below the row's largest; i from 0, the deepest, to 5."""
+    return _ordered(most - (14.0 - 2.4 * i))
 
 
 @jit
 def _largest(floats, row, PIECES: tl.constexpr, PIECES_BLOCK: tl.constexpr):
     piece = tl.arange(0, PIECES_BLOCK)
-    return tl.max(tl.load(floats + row * (3 * PIECES) + piece, piece < PIECES, float("-inf")))
+    return tl.max(tl.load(floats + row * (2 * PIECES) + piece, piece < PIECES, float("-inf")))
 
 
 @jit
 def _total(floats, row, most, PIECES: tl.constexpr, PIECES_BLOCK: tl.constexpr):
     piece = tl.arange(0, PIECES_BLOCK)
-    place = floats + row * (3 * PIECES) + piece
+    place = floats + row * (2 * PIECES) + piece
     largest = tl.load(place, piece < PIECES, float("-inf"))
     return tl.sum(tl.load(place + PIECES, piece < PIECES, 0.0) * tl.exp(largest - most))
 
@@ -187,35 +187,33 @@ def _total(floats, row, most, PIECES: tl.constexpr, PIECES_BLOCK: tl.constexpr):
 @jit
 def _weigh(
     logits, row_stride, temperature, top_k, top_p, min_p, floats, table, vocab,
-    PIECES: tl.constexpr, PIECES_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    PIECES: tl.constexpr, PIECES_BLOCK: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """table [rows, 8, pieces] fp32: weights, then counts, at or above each of the four depths."""
-    row, piece = (tl.program_id(0) // PIECES).to(tl.int64), tl.program_id(0) % PIECES
+    """table [rows, 12, pieces] fp32: weights, then counts, at or above each of the six depths. TURNS pieces a program."""
+    turns: tl.constexpr = (PIECES + TURNS - 1) // TURNS
+    row, first = (tl.program_id(0) // turns).to(tl.int64), tl.program_id(0) % turns * TURNS
     heat = tl.load(temperature + row)
     is_cut = _has_cut(tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), vocab)
     if (heat >= 1e-5) & is_cut:
         most = _largest(floats, row, PIECES, PIECES_BLOCK)
-        key, weight = _keyed(logits + row * row_stride, piece * BLOCK + tl.arange(0, BLOCK), vocab, heat, most)
-        a, b, c, d = _depths(most)
-        place = table + row * (8 * PIECES) + piece
-        tl.store(place, tl.sum(tl.where(key >= a, weight, 0.0)))
-        tl.store(place + PIECES, tl.sum(tl.where(key >= b, weight, 0.0)))
-        tl.store(place + 2 * PIECES, tl.sum(tl.where(key >= c, weight, 0.0)))
-        tl.store(place + 3 * PIECES, tl.sum(tl.where(key >= d, weight, 0.0)))
-        # two counts, each below 2 ** 16, in one sum
-        deep = tl.sum((key >= a).to(tl.int32) + ((key >= b).to(tl.int32) << 16))
-        near = tl.sum((key >= c).to(tl.int32) + ((key >= d).to(tl.int32) << 16))
-        tl.store(place + 4 * PIECES, (deep & 0xFFFF).to(tl.float32))
-        tl.store(place + 5 * PIECES, (deep >> 16).to(tl.float32))
-        tl.store(place + 6 * PIECES, (near & 0xFFFF).to(tl.float32))
-        tl.store(place + 7 * PIECES, (near >> 16).to(tl.float32))
+        for piece in range(first, tl.minimum(first + TURNS, PIECES)):
+            at = piece * BLOCK + tl.arange(0, BLOCK)
+            key, weight = _keyed(logits + row * row_stride, at, vocab, heat, most)
+            place = table + row * (12 * PIECES) + piece
+            for i in tl.static_range(6):
+                tl.store(place + i * PIECES, tl.sum(tl.where(key >= _depth(most, i), weight, 0.0)))
+            for i in tl.static_range(3):  # two counts, each below 2 ** 16, in one sum
+                both = (key >= _depth(most, 2 * i)).to(tl.int32) + ((key >= _depth(most, 2 * i + 1)).to(tl.int32) << 16)
+                counts = tl.sum(both)
+                tl.store(place + (6 + 2 * i) * PIECES, (counts & 0xFFFF).to(tl.float32))
+                tl.store(place + (7 + 2 * i) * PIECES, (counts >> 16).to(tl.float32))
 
 
 @jit
 def _of_row(table, row, which, PIECES: tl.constexpr, PIECES_BLOCK: tl.constexpr):
     """One line of the table."""
     piece = tl.arange(0, PIECES_BLOCK)
-    return tl.load(table + row * (8 * PIECES) + which * PIECES + piece, piece < PIECES, 0.0)
+    return tl.load(table + row * (12 * PIECES) + which * PIECES + piece, piece < PIECES, 0.0)
 
 
 @jit
@@ -223,19 +221,17 @@ def _bracket(table, row, most, total, k, p, relative, vocab, PIECES: tl.constexp
     """Two neighbouring depths with the first cut between them, as a bracket: keys lo and hi (int64), how many tokens are
     at or above lo, count and weight at or above hi. And which depth lo is (-1: below all)."""
     lo, hi = most.to(tl.int64) * 0 - 0x7F800000, _ordered(most).to(tl.int64) + 1
-    count, which, above_count, above = vocab, -1, 0, 0.0
-    below = 1
-    for i in tl.static_range(4):
-        depth = 12.0 if i == 0 else (8.0 if i == 1 else (5.0 if i == 2 else 2.5))
-        key = _ordered(most - depth).to(tl.int64)
+    count, which, above_count, above, below = vocab, -1, 0, 0.0, 1
+    for i in tl.static_range(6):
+        key = _depth(most, i).to(tl.int64)
         weight = tl.sum(_of_row(table, row, i, PIECES, PIECES_BLOCK))
-        many = tl.sum(_of_row(table, row, 4 + i, PIECES, PIECES_BLOCK)).to(tl.int32)
+        many = tl.sum(_of_row(table, row, 6 + i, PIECES, PIECES_BLOCK)).to(tl.int32)
         if k > 0:
             reached = many >= k
         elif p < 1.0:
             reached = weight >= p * total
         else:
-            reached = tl.exp(most * 0.0 - depth) <= relative * 0.999
+            reached = tl.exp(_value(key) - most) <= relative * 0.999
         if reached:
             lo, count, which = key, many, i
         elif below > 0:
@@ -246,10 +242,11 @@ def _bracket(table, row, most, total, k, p, relative, vocab, PIECES: tl.constexp
 @jit
 def _collect(
     logits, row_stride, temperature, top_k, top_p, min_p, floats, table, rooms, vocab,
-    PIECES: tl.constexpr, PIECES_BLOCK: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
+    PIECES: tl.constexpr, PIECES_BLOCK: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """rooms [rows, 2, ROOM] int32: keys, then ids, of all tokens at or above lo, if there is room for them."""
-    row, piece = (tl.program_id(0) // PIECES).to(tl.int64), tl.program_id(0) % PIECES
+    turns: tl.constexpr = (PIECES + TURNS - 1) // TURNS
+    row, first = (tl.program_id(0) // turns).to(tl.int64), tl.program_id(0) % turns * TURNS
     heat, k = tl.load(temperature + row), tl.load(top_k + row)
     p, relative = tl.load(top_p + row), tl.load(min_p + row)
     k = tl.where(k >= vocab, 0, k)
@@ -258,12 +255,13 @@ def _collect(
         total = _total(floats, row, most, PIECES, PIECES_BLOCK)
         bracket, which = _bracket(table, row, most, total, k, p, relative, vocab, PIECES, PIECES_BLOCK)
         if (which >= 0) & (bracket[2] <= ROOM):
-            counts, each = _of_row(table, row, 4 + which, PIECES, PIECES_BLOCK), tl.arange(0, PIECES_BLOCK)
-            before = tl.sum(tl.where(each < piece, counts, 0.0)).to(tl.int32)
-            if tl.sum(tl.where(each == piece, counts, 0.0)) > 0.0:
-                at = piece * BLOCK + tl.arange(0, BLOCK)
-                key, weight = _keyed(logits + row * row_stride, at, vocab, heat, most)
-                _put(rooms + row * (2 * ROOM), before, key >= bracket[0].to(tl.int32), key, at, ROOM)
+            counts, each = _of_row(table, row, 6 + which, PIECES, PIECES_BLOCK), tl.arange(0, PIECES_BLOCK)
+            for piece in range(first, tl.minimum(first + TURNS, PIECES)):
+                if tl.sum(tl.where(each == piece, counts, 0.0)) > 0.0:
+                    before = tl.sum(tl.where(each < piece, counts, 0.0)).to(tl.int32)
+                    at = piece * BLOCK + tl.arange(0, BLOCK)
+                    key, weight = _keyed(logits + row * row_stride, at, vocab, heat, most)
+                    _put(rooms + row * (2 * ROOM), before, key >= bracket[0].to(tl.int32), key, at, ROOM)
 
 
 @jit
@@ -453,18 +451,20 @@ def _settle(
     heat, k = tl.load(temperature + row), tl.load(top_k + row)
     p, relative = tl.load(top_p + row), tl.load(min_p + row)
     k = tl.where(k >= vocab, 0, k)
+    start, noise_key = logits + row * row_stride, tl.load(keys + row)
     piece = tl.arange(0, PIECES_BLOCK)
-    mine, place = piece < PIECES, floats + row * (3 * PIECES) + piece
-    largest = tl.load(place, mine, float("-inf"))
+    largest = tl.load(floats + row * (2 * PIECES) + piece, piece < PIECES, float("-inf"))
     most = tl.max(largest)
     if (heat < 1e-5) | (most == float("-inf")):
-        winner = _first_best(largest, tl.load(tokens + row * PIECES + piece, mine, vocab), vocab)
+        winner = _first_best(largest, tl.load(tokens + row * PIECES + piece, piece < PIECES, vocab), vocab)
         winner = tl.where(heat < 1e-5, winner, 0)
     elif _has_cut(k, p, relative, vocab) == 0:
-        scores = tl.load(place + 2 * PIECES, mine, -1.0) * tl.exp(largest - most)
-        winner = _first_best(scores, tl.load(tokens + row * PIECES + piece, mine, vocab), vocab)
+        token = tl.load(tokens + row * PIECES + piece, piece < PIECES, vocab)
+        weight = tl.exp(_scaled(start, token, vocab, heat) - most)
+        scores = tl.where(token < vocab, weight / _exponential(noise_key, _hash(token)), -1.0)
+        winner = _first_best(scores, token, vocab)
     else:
-        start, room, noise_key = logits + row * row_stride, rooms + row * (2 * ROOM), tl.load(keys + row)
+        room = rooms + row * (2 * ROOM)
         total = _total(floats, row, most, PIECES, PIECES_BLOCK)
         bracket, which = _bracket(table, row, most, total, k, p, relative, vocab, PIECES, PIECES_BLOCK)
         if (which >= 0) & (bracket[2] <= ROOM):
