@@ -10,10 +10,9 @@ LINEAR_BACKENDS  y = x @ W^T on FP8 tensor cores, objects with
                               `out` when given (dense rows)
   Sums over each 128 of k are scaled in fp32. No tokens give no rows. n and k need be no multiples of 128.
 
-The last block of a side may be partial (kv_a_proj_with_mqa has 576 rows). `hopper` is `cuda` for few tokens and `cublas`
-for many, chosen by their number alone. `cuda` is grouped_fp8.cu with one expert and takes k in multiples of 16 and n in
-multiples of 8; `cublas` wants n in multiples of 16, k of 512 and tokens of 4, and pads what is not (weights at `prepare`,
-rows at every call); `flashinfer` wants n in multiples of 64, k of 128 and tokens of 4.
+The last block of a side may be partial (kv_a_proj_with_mqa has 576 rows). `cuda` is grouped_fp8.cu with one expert and
+takes k in multiples of 16 and n in multiples of 8; `cublas` wants n in multiples of 16, k of 512 and tokens of 4, and
+pads what is not (weights at `prepare`, rows at every call); `flashinfer` wants n in multiples of 64 and k of 128.
 Source: DeepSeek-V3 report 3.3, its inference/kernel.py.
 """
 
@@ -30,7 +29,6 @@ from kernels.select import Backend
 from kernels.triton_support import needs_capability, needs_triton
 
 CUBLAS_N, CUBLAS_K, CUBLAS_TOKENS = 16, 4 * GROUP, 4
-FEW_TOKENS = 64  # H200, R1's weights: `cuda` 1.0-1.3x `cublas` at 64 tokens, 0.8-1.0x at 256
 
 
 def reference(quantised: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -83,28 +81,24 @@ class CudaLinear(OneExpert):
     @staticmethod
     def run(rows: Fp8Rows, w: Fp8Weight, out: torch.Tensor | None = None) -> torch.Tensor:
         blocks = cuda_library.multiprocessors(rows.data.device)
-        slabs, columns = tile_for(len(rows.data), w.data.shape[1], blocks)
+        slabs, columns, cluster = tile_for(len(rows.data), w.data.shape[1], blocks)
         return grouped_linear.launch_cuda(
-            rows, w, None, grouped_linear.DENSE, out, slabs=slabs, columns=columns, turns=grouped_linear.TURNS
+            rows, w, None, grouped_linear.DENSE, out, slabs=slabs, columns=columns, cluster=cluster
         )
 
 
-# Slabs of 64 rows, columns, and about how fast a full tile of that size is beside the largest: small ones read more for
-# each product.
-TILES = ((4, 128, 1.0), (3, 128, 0.95), (2, 128, 0.9), (4, 64, 0.8), (2, 64, 0.75), (1, 128, 0.75), (1, 64, 0.65))
+def tile_for(num_tokens: int, n: int, blocks: int) -> tuple[int, int, int]:
+    """Slabs of 64 rows and columns of a tile, and blocks that share its rows.
 
-
-def tile_for(num_tokens: int, n: int, blocks: int) -> tuple[int, int]:
-    """Slabs and columns of a tile: large, yet enough tiles to keep `blocks` multiprocessors busy to the end."""
-    slabs_needed = -(-num_tokens // 64)
-
-    def score(tile: tuple[int, int, float]) -> float:
-        slabs, columns, speed = tile
-        tiles = -(-slabs_needed // slabs) * -(-n // columns)
-        rounds = -(-tiles // blocks)
-        return speed * slabs_needed * n / (rounds * blocks * slabs * columns)
-
-    return max((tile for tile in TILES if tile[0] <= max(slabs_needed, 1)), key=score)[:2]
+    A slab or two are read from memory, whatever is done with them: narrow tiles then spread the weight over more
+    multiprocessors. For the rest, tiles of 128 x 128 until those of 256 x 128 fill the device twice.
+    """
+    slabs = -(-num_tokens // 64)
+    if slabs <= 1:
+        return 1, 64, 1
+    if slabs * 64 * n < 2 * blocks * 256 * 128:
+        return 2, 128 if slabs * n >= 2 * blocks * 128 // 2 else 64, 1
+    return 4, 128, 2
 
 
 class CublasWeight(NamedTuple):
@@ -172,27 +166,6 @@ class FlashInferLinear:
         return fp8_blockscale_gemm_sm90(rows.data, w.data, rows.scale, w.scale, out=out)
 
 
-class HopperWeight(NamedTuple):
-    few: Fp8Weight
-    many: CublasWeight  # a view of the same bytes unless they had to be padded
-
-
-class HopperLinear:
-    """`cuda` for few tokens, where reading the weight is all, `cublas` for many. Which is faster where: see FEW_TOKENS."""
-
-    @staticmethod
-    def prepare(weight: Fp8Weight) -> HopperWeight:
-        many = CublasLinear.prepare(weight)
-        return HopperWeight(CudaLinear.prepare(weight), many)
-
-    @staticmethod
-    def run(rows: Fp8Rows, w: HopperWeight, out: torch.Tensor | None = None) -> torch.Tensor:
-        tokens = len(rows.data)
-        if tokens <= FEW_TOKENS or tokens % CUBLAS_TOKENS:
-            return CudaLinear.run(rows, w.few, out)
-        return CublasLinear.run(rows, w.many, out)
-
-
 def _cublas_why_not(device: Any) -> str | None:
     """Tried, not looked up: torch 2.11 and 2.13 differ in what they check, and older CUDA has no such kernel."""
     reason = needs_capability(9, exactly=True)(device)
@@ -219,12 +192,7 @@ def _flashinfer_why_not(device: Any) -> str | None:
     return None
 
 
-def _hopper_why_not(device: Any) -> str | None:
-    return cuda_library.why_not(device) or _cublas_why_not(device)
-
-
 LINEAR_BACKENDS = (
-    Backend("hopper", HopperLinear, why_not=_hopper_why_not),
     Backend("cuda", CudaLinear, why_not=cuda_library.why_not),
     Backend("cublas", CublasLinear, why_not=_cublas_why_not),
     Backend("flashinfer", FlashInferLinear, why_not=_flashinfer_why_not),

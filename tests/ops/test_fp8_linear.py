@@ -57,7 +57,6 @@ def _check(linear, rows, weight):
 
 
 def test_tiles_fill_the_multiprocessors():
-    assert fp8_linear.tile_for(65536, 4096, 132) == (4, 128)
-    slabs, columns = fp8_linear.tile_for(256, 2112, 132)
-    assert -(-256 // (64 * slabs)) * -(-2112 // columns) > 100
-    assert fp8_linear.tile_for(1, 24576, 132)[0] == 1
+    assert fp8_linear.tile_for(65536, 4096, 132) == (4, 128, 2)
+    assert fp8_linear.tile_for(256, 2112, 132)[:2] == (2, 64)
+    assert fp8_linear.tile_for(1, 24576, 132) == (1, 64, 1)
