@@ -4,7 +4,7 @@ BIN := .venv/bin
 RUN_STAMP := .venv/.installed-run
 TEST_STAMP := .venv/.installed-test
 
-.PHONY: run test test-full install install-test transfer-library protos golden llama lint clean
+.PHONY: run test test-full install install-test install-gpu transfer-library protos golden llama lint clean
 
 run: install
 	@$(BIN)/headrace demo
@@ -34,6 +34,16 @@ $(TEST_STAMP): $(RUN_STAMP) requirements-test.txt requirements-test-alone.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-test-alone.txt
 	@touch $@
+
+# On a GPU host, instead of `install`; `headrace bench kernels` and compose/h200.toml then work.
+install-gpu: transfer-library
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-gpu.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-gpu-alone.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-alone.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@$(BIN)/python -m kernels.cpu_library && $(BIN)/python -m kernels.cuda_library
+	@touch $(RUN_STAMP)
 
 # Mooncake needs libibverbs.so.1 even over TCP. Without it the mesh runs on the `grpc` transfer, with a warning.
 transfer-library:
