@@ -166,6 +166,18 @@ def _merge(
         tl.store(target, (mixed / total_weight[:, None]).to(out.dtype.element_ty), mask=keep)
 
 
+def merge_parts(
+    ends: torch.Tensor, out: torch.Tensor, parts: torch.Tensor, part_lse: torch.Tensor, workers: int
+) -> None:
+    """Finishes `out` [b, h, latent] where several workers share a sequence; `ends` as in Plan."""
+    batch, heads, latent_dim = out.shape
+    block = min(8, triton.next_power_of_2(heads))
+    _merge[(batch, -(-heads // block))](
+        ends, out, parts, part_lse, batch, workers, heads,
+        LATENT=latent_dim, LATENT_PAD=triton.next_power_of_2(latent_dim), HEADS=block, num_warps=4,
+    )  # fmt: skip
+
+
 class Plan(NamedTuple):
     """tables [b, w] int32, last dimension dense; lens, ends [b] int32: contexts, and the running sum of their tiles."""
 
@@ -255,8 +267,5 @@ class TritonDecode:
             BLOCK_SIZE=self.block_size, HEADS=block, TILE=tile, BATCH=triton.next_power_of_2(batch),
             WIDE=self.wide, STAGES=stages, num_warps=warps,
         )  # fmt: skip
-        merged = min(8, triton.next_power_of_2(self.heads))
-        _merge[(batch, -(-self.heads // merged))](
-            plan.ends, made, self.parts, self.part_lse, batch, workers, self.heads, **widths, HEADS=merged, num_warps=4
-        )
+        merge_parts(plan.ends, made, self.parts, self.part_lse, workers)
         return made

@@ -23,6 +23,7 @@ E4M3 = torch.float8_e4m3fn
 DECODE_SHAPES = [(64, 4096), (128, 4096), (256, 4096), (512, 4096), (128, 3072), (512, 3072)]
 FP8_SHAPES = [(128, 4096), (512, 4096)]
 PREFILL_SHAPES = [(16, 4096), (4, 16384)]
+PUBLIC = ("flash_mla", "flashinfer", "torch")
 CHECKED = 4  # sequences compared with fp32
 Progress = Callable[[str], None]
 
@@ -78,7 +79,7 @@ def _decode_candidates(
         except Exception as problem:
             progress(f"mla_decode {backend.name}: {type(problem).__name__}: {str(problem)[:300]}")
             continue
-        yield Candidate(backend.name, [partial(op.run, q, pool, plan)], error, public=backend.name != "triton")
+        yield Candidate(backend.name, [partial(op.run, q, pool, plan)], error, public=backend.name in PUBLIC)
 
 
 def _decode_rows(
@@ -152,7 +153,7 @@ def _prefill_candidates(inputs: PrefillInputs, progress: Progress) -> Iterator[C
             progress(f"mla_prefill {backend.name}: {type(problem).__name__}: {str(problem)[:300]}")
             continue
         call = partial(backend.run.run, inputs.q, inputs.k, inputs.v, plan)
-        yield Candidate(backend.name, [call], error, public=backend.name != "triton")
+        yield Candidate(backend.name, [call], error, public=backend.name in PUBLIC)
 
 
 def prefill_rows(device: torch.device, ceilings: Ceilings, progress: Progress) -> list[Row]:

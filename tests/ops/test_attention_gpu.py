@@ -136,6 +136,7 @@ R1 = dict(heads=128, latent=512, rope=64, block_size=64)
 PAIRS = [
     ("flash_mla", torch.bfloat16, torch.bfloat16),
     ("flash_mla", E4M3, E4M3),
+    ("gluon", torch.bfloat16, torch.bfloat16),
     ("flashinfer", torch.bfloat16, torch.bfloat16),
     ("flashinfer", torch.bfloat16, E4M3),
     ("triton", torch.bfloat16, torch.bfloat16),
