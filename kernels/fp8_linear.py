@@ -97,7 +97,7 @@ def tile_for(num_tokens: int, n: int, blocks: int) -> tuple[int, int, int]:
     if slabs <= 1:
         return 1, 64, 1
     if slabs * 64 * n < 2 * blocks * 256 * 128:
-        return 2, 128 if slabs * n >= 2 * blocks * 128 // 2 else 64, 1
+        return 2, 128 if slabs * n >= blocks * 128 else 64, 1
     return 4, 128, 2
 
 

@@ -302,6 +302,12 @@ __device__ void fill_tables(Tables& tables, const Problem& problem, int column_t
     __syncthreads();
 }
 
+// Every other round goes backwards: neighbouring tiles often differ in height, and nobody should get all the high ones.
+__device__ __forceinline__ int tile_of(int round, int cluster) {
+    int workers = gridDim.x / cluster, worker = blockIdx.x / cluster;
+    return round * workers + (round % 2 ? workers - 1 - worker : worker);
+}
+
 // Tiles of an expert go in groups of `group` row tiles, all columns of a group before the next: what runs at one time
 // shares its rows and its weights in the L2 cache. `expert` only grows, so the search goes on where it stopped.
 __device__ __forceinline__ Tile locate(int tile, int& expert, const Tables& tables, const Problem& problem,
@@ -365,7 +371,7 @@ __device__ void produce(const CUtensorMap* x_map, const CUtensorMap* w_map, char
     int stage_bytes = tables.stage_bytes, stages = tables.stages;
     int stage = 0, expert = 0;
     uint32_t parity = 1;                 // a fresh barrier counts as one whose phase before this one is over
-    for (int t = blockIdx.x / kCluster; t < tables.first_tile[problem.experts]; t += gridDim.x / kCluster) {
+    for (int round = 0, t; (t = tile_of(round, kCluster)) < tables.first_tile[problem.experts]; ++round) {
         Tile tile = locate(t, expert, tables, problem, N * kCluster, column_tiles);
         int slabs = (tile.row_end - tile.row + kSlab - 1) / kSlab;
         int w_row = tile.expert * problem.n + tile.column + rank * N;
@@ -397,7 +403,7 @@ __device__ void fetch_scales(char* ring, Tables& tables, const Problem& problem,
     uint32_t scales = shared_address(ring) + stage_bytes - kScaleBytes + lane * 4;
     int stage = 0, expert = 0;
     uint32_t parity = 1;
-    for (int t = blockIdx.x / kCluster; t < tables.first_tile[problem.experts]; t += gridDim.x / kCluster) {
+    for (int round = 0, t; (t = tile_of(round, kCluster)) < tables.first_tile[problem.experts]; ++round) {
         Tile tile = locate(t, expert, tables, problem, N * kCluster, column_tiles);
         int last = tile.row_end - tile.row - 1, groups = last / 32 + 1;
         int column = min((tile.column + rank * N) / 128, scale_columns - 1);
@@ -439,7 +445,7 @@ __device__ void consume(char* ring, char* staging, Tables& tables, const Problem
     int stage = 0, expert = 0;
     uint32_t parity = 0, ring_place = __shfl_sync(0xffffffff, place(ring), 0);
     if (kTurns != 0 && group == 1) turn_give(0);
-    for (int t = blockIdx.x / kCluster; t < tables.first_tile[problem.experts]; t += gridDim.x / kCluster) {
+    for (int round = 0, t; (t = tile_of(round, kCluster)) < tables.first_tile[problem.experts]; ++round) {
         Tile tile = locate(t, expert, tables, problem, N * kCluster, column_tiles);
         tile.column += rank * N;             // may lie past n where the cluster's other block does not
         int slabs = (tile.row_end - tile.row + kSlab - 1) / kSlab;
