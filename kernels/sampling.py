@@ -13,7 +13,7 @@ Of the tokens left, the largest probability / Exp(1) variate wins, the first of 
 lies within rounding of a cut may fall on the other side of it. A row depends on nothing but itself, and its sums have a
 fixed order. -inf is never drawn beside a finite logit; a row of only -inf gives token 0; NaN or +inf give some token.
 
-Triton: four launches (sampling_triton.py), the middle two for rows with cuts only; nothing waits for the host. A cut is
+Triton: five launches (sampling_triton.py), most of them for rows with cuts only; nothing waits for the host. A cut is
 found by bisection over the bits of the logits. As a rule a few hundred tokens survive, and they are settled on chip;
 where more than `Tiles.room` do, one program reads the whole row several times, which is slower and as exact.
 Source: Gumbel-max in its exponential form; hash and logarithm are those of the engine's noise.
@@ -95,18 +95,28 @@ def _reference_row(
 
 
 class Tiles(NamedTuple):
-    """piece: tokens (at most 65536) that one program looks at together; block: of one turn over a row; room: survivors kept
-    on chip; group: rows that share their hashes; turns: pieces of one program where rows are cut. And warps of each."""
+    """Sizes and warps of the kernels.
+
+    piece   tokens that one program looks at together, at most 65536
+    group   rows that share the hashes of a piece
+    turns   pieces that one program takes where a row is cut
+    room    survivors of the cuts that are settled on chip; few: as a rule there are no more
+    block   tokens of one turn where a row is searched as a whole
+    *_registers bound the compiler's ILP: without, a third as many pieces are in flight
+    """
 
     piece: int = 2048
-    block: int = 4096
-    room: int = 4096
     group: int = 4
     turns: int = 4
+    room: int = 4096
+    few: int = 512
+    block: int = 4096
     survey_warps: int = 4
+    survey_registers: int | None = 128
     piece_warps: int = 4
-    settle_warps: int = 16
-    survey_registers: int | None = 128  # unbounded, the compiler takes 220 and the pieces wait for each other
+    settle_warps: int = 8
+    settle_registers: int | None = 128
+    search_warps: int = 16
 
 
 def _triton(
@@ -150,8 +160,13 @@ def _triton(
         TURNS=tiles.turns, num_warps=tiles.piece_warps, enable_fp_fusion=False,
     )  # fmt: skip
     sampling_triton._settle[(rows,)](
-        logits, stride, keys, *cuts, floats, tokens, table, rooms, out, vocab, **of_pieces, ROOM=tiles.room, BLOCK=block,
-        num_warps=tiles.settle_warps, enable_fp_fusion=False,
+        logits, stride, keys, *cuts, floats, tokens, table, rooms, out, vocab, **of_pieces, ROOM=tiles.room,
+        FEW=min(tiles.few, tiles.room), num_warps=tiles.settle_warps, maxnreg=tiles.settle_registers,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    sampling_triton._search[(rows,)](
+        logits, stride, keys, *cuts, floats, table, rooms, out, vocab, **of_pieces, ROOM=tiles.room, BLOCK=block,
+        num_warps=tiles.search_warps, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 

@@ -1,9 +1,10 @@
-"""Triton kernels of `kernels.sampling`, in four launches.
+"""Triton kernels of `kernels.sampling`, in five launches.
 
 `_survey`   reads each piece of a few rows: its largest logit, its weight, and who wins it, if nothing is cut.
 `_weigh`    of rows with cuts: what lies at or above six depths below the row's largest logit, piece by piece.
 `_collect`  brings the tokens that may survive together, in order of id, where they fit in the row's room.
-`_settle`   one program a row: the cuts and the noise, on chip; where too many tokens survive, over the whole row.
+`_settle`   one program a row: the winner of the pieces, or the cuts and the noise over the room.
+`_search`   the rows with more survivors than room: the same over the whole row, read several times.
 
 Tokens are compared by int32 keys that sort as their scaled logits do, so a cut is an exact key, found by bisection.
 Sums have one order whatever the batch is. Fused multiply-adds are off wherever noise is made: it has the engine's bits.
@@ -305,19 +306,21 @@ def _last_tie(key, token, edge, need, above, most, vocab):
 
 
 @jit
-def _in_room(room, found, most, vocab, ROOM: tl.constexpr):
-    """Keys, ids and weights of the tokens in a room."""
-    slot = tl.arange(0, ROOM)
+def _in_room(room, found, most, vocab, ROOM: tl.constexpr, TILE: tl.constexpr):
+    """Keys, ids and weights of the tokens in a room, of which TILE slots are looked at."""
+    slot = tl.arange(0, TILE)
     key = tl.load(room + slot, slot < found, -0x7FFFFFFF)
     token = tl.load(room + ROOM + slot, slot < found, vocab)
     return key, token, tl.where(slot < found, tl.exp(_value(key) - most), 0.0)
 
 
 @jit
-def _choose_among_few(room, noise_key, most, total, k, p, relative, bracket, vocab, ROOM: tl.constexpr):
+def _choose_among_few(
+    room, noise_key, most, total, k, p, relative, bracket, vocab, ROOM: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
     """All that may survive is in the room."""
     lo, hi, found, above_count, above = bracket
-    key, token, weight = _in_room(room, found, most, vocab, ROOM)
+    key, token, weight = _in_room(room, found, most, vocab, ROOM, TILE)
     edge, limit = lo, vocab
     if k > 0:
         edge = _edge(key, (key > -0x7FFFFFFF).to(tl.float32), k, 0.0, lo, hi)
@@ -387,7 +390,7 @@ def _closed(line, room, need, bracket, BY_COUNT: tl.constexpr, ROOM: tl.constexp
                 _put(room, found, take, key, at, ROOM)
             found += many
         tl.debug_barrier()  # what other threads stored is read here
-        key, token, weight = _in_room(room, found, most, vocab, ROOM)
+        key, token, weight = _in_room(room, found, most, vocab, ROOM, ROOM)
         if BY_COUNT:
             edge = _edge(key, (key > -0x7FFFFFFF).to(tl.float32), need, above_count * 1.0, lo, hi)
         else:
@@ -445,14 +448,14 @@ def _choose_among_many(
 @jit
 def _settle(
     logits, row_stride, keys, temperature, top_k, top_p, min_p, floats, tokens, table, rooms, out, vocab,
-    PIECES: tl.constexpr, PIECES_BLOCK: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
+    PIECES: tl.constexpr, PIECES_BLOCK: tl.constexpr, ROOM: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
+    """One program a row; out is -1 where the cuts leave more than ROOM tokens to choose from."""
     row = tl.program_id(0).to(tl.int64)
     heat, k = tl.load(temperature + row), tl.load(top_k + row)
     p, relative = tl.load(top_p + row), tl.load(min_p + row)
     k = tl.where(k >= vocab, 0, k)
-    start, noise_key = logits + row * row_stride, tl.load(keys + row)
-    piece = tl.arange(0, PIECES_BLOCK)
+    noise_key, piece = tl.load(keys + row), tl.arange(0, PIECES_BLOCK)
     largest = tl.load(floats + row * (2 * PIECES) + piece, piece < PIECES, float("-inf"))
     most = tl.max(largest)
     if (heat < 1e-5) | (most == float("-inf")):
@@ -460,16 +463,36 @@ def _settle(
         winner = tl.where(heat < 1e-5, winner, 0)
     elif _has_cut(k, p, relative, vocab) == 0:
         token = tl.load(tokens + row * PIECES + piece, piece < PIECES, vocab)
-        weight = tl.exp(_scaled(start, token, vocab, heat) - most)
+        weight = tl.exp(_scaled(logits + row * row_stride, token, vocab, heat) - most)
         scores = tl.where(token < vocab, weight / _exponential(noise_key, _hash(token)), -1.0)
         winner = _first_best(scores, token, vocab)
     else:
         room = rooms + row * (2 * ROOM)
         total = _total(floats, row, most, PIECES, PIECES_BLOCK)
         bracket, which = _bracket(table, row, most, total, k, p, relative, vocab, PIECES, PIECES_BLOCK)
-        if (which >= 0) & (bracket[2] <= ROOM):
-            winner = _choose_among_few(room, noise_key, most, total, k, p, relative, bracket, vocab, ROOM)
+        if (which < 0) | (bracket[2] > ROOM):
+            winner = -1
+        elif bracket[2] > FEW:
+            winner = _choose_among_few(room, noise_key, most, total, k, p, relative, bracket, vocab, ROOM, ROOM)
         else:
-            line = (start, heat, most, vocab)
-            winner = _choose_among_many(line, room, noise_key, total, k, p, relative, bracket, ROOM, BLOCK)
-    tl.store(out + row, winner.to(tl.int64))
+            winner = _choose_among_few(room, noise_key, most, total, k, p, relative, bracket, vocab, ROOM, FEW)
+    tl.store(out + row, winner)
+
+
+@jit
+def _search(
+    logits, row_stride, keys, temperature, top_k, top_p, min_p, floats, table, rooms, out, vocab,
+    PIECES: tl.constexpr, PIECES_BLOCK: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The rows that `_settle` left at -1."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(out + row) < 0:
+        heat, k = tl.load(temperature + row), tl.load(top_k + row)
+        p, relative = tl.load(top_p + row), tl.load(min_p + row)
+        k = tl.where(k >= vocab, 0, k)
+        most = _largest(floats, row, PIECES, PIECES_BLOCK)
+        total = _total(floats, row, most, PIECES, PIECES_BLOCK)
+        bracket, which = _bracket(table, row, most, total, k, p, relative, vocab, PIECES, PIECES_BLOCK)
+        line, room = (logits + row * row_stride, heat, most, vocab), rooms + row * (2 * ROOM)
+        winner = _choose_among_many(line, room, tl.load(keys + row), total, k, p, relative, bracket, ROOM, BLOCK)
+        tl.store(out + row, winner)

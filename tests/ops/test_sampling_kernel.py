@@ -131,7 +131,7 @@ def test_reference_is_the_engines_choice(vocab):
 def test_random_rows_and_cuts(triton_device, vocab, piece, block, room):
     """Small rooms force the form for many survivors, piece and block sizes the walk over a row."""
     count = 8 if triton_device.type == "cpu" else 400
-    tiles = Tiles(piece, block, room, 2, 2, 4, 4, 4)
+    tiles = Tiles(piece, 2, 2, room, few=8, block=block)
     check(triton_device, spread_rows(count, vocab), parameters(count, vocab, vocab), 0.8, tiles)
 
 
@@ -149,7 +149,9 @@ def test_hard_rows(triton_device, room):
     for place, (_, cut) in enumerate(cases):
         for name, value in cut.items():
             columns[name][place] = value
-    check(triton_device, hard_rows(100)[[row for row, _ in cases]], columns, 0.7, Tiles(64, 64, room, 4, 2, 4, 4, 4))
+    check(
+        triton_device, hard_rows(100)[[row for row, _ in cases]], columns, 0.7, Tiles(64, 4, 2, room, few=8, block=64)
+    )
 
 
 def test_ties_on_the_edge_stay_for_top_k_and_leave_by_id_for_top_p(triton_device):
@@ -162,7 +164,7 @@ def test_ties_on_the_edge_stay_for_top_k_and_leave_by_id_for_top_p(triton_device
     for top_k, top_p, possible in ((2, 1.0, range(3, 19)), (2, 0.5, range(3, 11)), (0, 1e-6, [3])):
         ks = zeros.int() + top_k
         for room in (8,) if triton_device.type == "cpu" else (8, 64):
-            got = sampling._triton(logits, keys, ones, ks, ones * top_p, zeros, Tiles(64, 64, room, 1, 2, 4, 4, 4))
+            got = sampling._triton(logits, keys, ones, ks, ones * top_p, zeros, Tiles(64, 1, 2, room, few=8, block=64))
             seen = set(got.tolist())
             assert seen <= set(possible) and (count < 300 or seen == set(possible))
 
