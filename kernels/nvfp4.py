@@ -183,6 +183,7 @@ def _e2m1(value):
     2^-126 times a magnitude below 1 has no exponent in fp32, as it has none here, so that one rounding serves all.
     """
     bits = (tl.abs(value) * 1.1754943508222875e-38).to(tl.int32, bitcast=True)
+    bits = tl.minimum(bits, 0x7F800000)  # a NaN's may be the largest integer
     return tl.minimum((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22, 7)
 
 
