@@ -3,13 +3,13 @@
 prepare(weight)                               Nvfp4Weight [e, n, k], k % 128 == 0, n even -> Prepared, once at load
 multiply(rows, w, bounds, mode, out)          rows bf16 [r, k] (dense columns) or Fp8Rows; out [r, n] bf16
   mode DENSE       one weight, bounds None
-       CONTIGUOUS  bounds starts [e + 1] int32, multiples of 8; rows past starts[e] are left alone
+       CONTIGUOUS  bounds starts [e + 1] int32 (multiples of 8 for bf16 rows); rows past starts[e] are left alone
        MASKED      r = e * m; bounds counts [e] int32; expert i owns rows i * m .. i * m + counts[i]
 
-Rows are first brought to fp16 with one scale a row, in the order the products read them (a launch of its own, about as
-long as reading and writing them). From FP8 the values stay within 2^-11 of exact and nothing can overflow; from bf16
-they stay exact but for elements 2^-22 and less of their row's largest. A NaN or infinity spoils its own row only.
-Weights are exact, sums are fp32: the only rounding besides the rows' own is that of the result.
+The products are fp16 x fp16 with fp32 sums. FP8 rows are widened inside, each value over the largest of its row's scales:
+within 2^-10 of exact, and nothing can overflow. bf16 rows are first brought to fp16 over a power of two, in a launch of
+its own: exact but for elements 2^-22 and less of their row's largest. A NaN or infinity spoils its own row only. Weights
+are exact; besides the rows', the only rounding is that of the result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from kernels.triton_support import needs_capability
 
 DENSE, CONTIGUOUS, MASKED = 0, 1, 2  # as in nvfp4_hopper.cu
 STRIP, STEP, STRIP_BYTES = 64, 128, 4608
-SIGN_PLACES, REST_PLACES = (15, 12, 14, 13), (9, 6, 3, 0)  # of each of a half word's four codes; see `widen`
 TILES = (32, 64, 128)
 PAIR_ROWS = 1 << 30  # from which many rows on two blocks of threads share them
 
@@ -66,21 +65,40 @@ def prepare(weight: Nvfp4Weight) -> Prepared:
 
 def _codes(packed: torch.Tensor) -> torch.Tensor:
     """`[rows, k / 2]` bytes -> [strips, chunks, 4096]."""
-    # row = strip, warp, upper or lower eight, g; byte = chunk, t, block 2t or 2t + 1, half of k's pairs, j
-    byte = packed.view(-1, 4, 2, 8, packed.shape[1] // 64, 4, 2, 2, 4).to(torch.int32)
-    word = torch.zeros_like(byte[..., 0])
-    for j in range(4):
-        for side, code in enumerate((byte[..., j] & 15, byte[..., j] >> 4)):
-            word |= (code >> 3) << (SIGN_PLACES[j] + 16 * side) | (code & 7) << (REST_PLACES[j] + 16 * side)
+    # row = strip, warp, upper or lower eight, g; byte = chunk, block t or t + 4, t, half of the pairs, pair
+    byte = packed.view(-1, 4, 2, 8, packed.shape[1] // 64, 2, 4, 2, 4).to(torch.int32)
+    first = _as_e4m3(byte[..., 0]) | _as_e4m3(byte[..., 1]) << 16
+    second = _as_e4m3(byte[..., 2]) | _as_e4m3(byte[..., 3]) << 16
     # -> strip, chunk, half, warp, g, t, block, upper or lower eight
-    ordered = word.permute(0, 4, 7, 1, 3, 5, 6, 2).contiguous()
+    ordered = _joined(first, second).permute(0, 4, 7, 1, 3, 6, 5, 2).contiguous()
     return ordered.view(torch.uint8).flatten(2)
+
+
+def _as_e4m3(pair: torch.Tensor) -> torch.Tensor:
+    """A byte of two codes -> two bytes, each with the sign in bit 7 and the rest in bits 4 to 2."""
+    sides = [((code & 8) << 4) | ((code & 7) << 2) for code in (pair & 15, pair >> 4)]
+    return sides[0] | sides[1] << 8
+
+
+def _joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """The word w with w & m == first and (w << 2 ^ w >> 2) & m == second, m = 0x9C9C9C9C: bit by bit, upper bytes first."""
+    word = first
+    above = torch.zeros_like(first)  # bit 1 of the byte above
+    for byte in (3, 2, 1, 0):
+        a, b = first >> 8 * byte, second >> 8 * byte
+        bit5 = (b >> 7 & 1) ^ above
+        bit1 = (b >> 3 & 1) ^ bit5
+        bit6 = (b >> 4 & 1) ^ (a >> 2 & 1)
+        bit0 = (b >> 2 & 1) ^ (a >> 4 & 1)
+        word = word | (bit6 << 6 | bit5 << 5 | bit1 << 1 | bit0) << 8 * byte
+        above = bit1
+    return word
 
 
 def _scales(scale: torch.Tensor) -> torch.Tensor:
     """`[rows, k / 16]` bytes -> [strips, chunks, 512]."""
-    split = scale.view(-1, 4, 2, 8, scale.shape[1] // 8, 4, 2)  # strip, warp, upper or lower eight, g, chunk, t, block
-    return split.permute(0, 4, 1, 3, 5, 6, 2).flatten(2)
+    split = scale.view(-1, 4, 2, 8, scale.shape[1] // 8, 2, 4)  # strip, warp, upper or lower eight, g, chunk, block, t
+    return split.permute(0, 4, 1, 3, 6, 5, 2).flatten(2)
 
 
 def multiply(
@@ -98,28 +116,11 @@ def multiply(
     """`tile` rows are multiplied at once: by default the fewest of TILES that hold a typical expert's rows. `split`: see
     `split_for`. `pair`: two blocks of threads share their rows, by default where there are PAIR_ROWS and the strips allow.
     `overlap`: the product's launch begins while the rows' launch still runs."""
-    fp8 = isinstance(rows, Fp8Rows)
-    data, scale = rows if fp8 else (rows, None)
+    data, scale = rows if isinstance(rows, Fp8Rows) else (rows, None)
     experts, num_rows, k = len(w.data), data.shape[-2], data.shape[-1]
-    if k != w.k or out.shape[-1] != w.n or data.stride(-1) != 1 or (mode == MASKED and data.shape[0] != experts):
-        raise ValueError(f"rows {tuple(data.shape)} -> {tuple(out.shape)} by weights {experts} x {w.n} x {w.k}")
-    if (data.data_ptr() | data.stride(-2) * data.element_size()) % 4 or (mode == MASKED and not data.is_contiguous()):
-        raise ValueError("rows must begin at multiples of 4 bytes, and be contiguous where masked")
-    if fp8 and num_rows > 1 and scale.stride(-2) != 1:
-        raise ValueError(f"a row's neighbour must be next in memory in the scales, not strides {scale.stride()}")
+    _check(data, scale, w, mode, out)
     if not out.numel():
         return out
-    x_rows = -(-num_rows // 8) * 8 * (experts if mode == MASKED else 1)
-    x = torch.empty(k // 64, x_rows, 64, dtype=torch.float16, device=data.device)
-    row_scale = torch.empty(x_rows, dtype=torch.float32, device=data.device)
-    stream = torch.cuda.current_stream(data.device).cuda_stream
-    at = None if bounds is None else bounds.data_ptr()
-    code = library().hr_nvfp4_rows(
-        data.data_ptr(), scale.data_ptr() if fp8 else None, data.stride(-2) * data.element_size(),
-        scale.stride(-1) if fp8 else 0, scale.stride(0) if fp8 and mode == MASKED else 0, fp8, at, mode, num_rows, x_rows,
-        experts, k, x.data_ptr(), row_scale.data_ptr(), stream,
-    )  # fmt: skip
-    _check(code)
     if tile is None:
         typical = num_rows // experts if mode == CONTIGUOUS else num_rows
         tile = next((one for one in TILES if one >= typical), TILES[-1])
@@ -127,15 +128,90 @@ def multiply(
     most_parts = 1 if mode != DENSE else k // STEP
     each, parts = split or split_for(experts * w.data.shape[1], k // STEP, min(num_rows, tile), most_parts, processors)
     if pair is None:
-        pair = min(num_rows, tile) >= PAIR_ROWS and w.data.shape[1] % (2 * each) == 0
+        pair = scale is not None and min(num_rows, tile) >= PAIR_ROWS and w.data.shape[1] % (2 * each) == 0
+    x_rows = -(-num_rows // 8) * 8 * (experts if mode == MASKED else 1)
+    row_scale = torch.empty(x_rows, dtype=torch.float32, device=data.device)
     partial = torch.empty(parts, num_rows, w.n, device=data.device) if parts > 1 else None
-    code = library().hr_nvfp4_multiply(
-        w.data.data_ptr(), x.data_ptr(), row_scale.data_ptr(), w.global_scale.data_ptr(), at, out.data_ptr(),
-        None if partial is None else partial.data_ptr(), out.stride(-2), mode, num_rows, x_rows, experts, w.n, k, tile,
-        each, parts, pair, overlap, stream,
-    )  # fmt: skip
-    _check(code)
+    stream = torch.cuda.current_stream(data.device).cuda_stream
+    x = data if scale is not None else _halves(data, bounds, mode, experts, row_scale, stream)
+    steps = (0, 0) if scale is None else (scale.stride(-1), scale.stride(0) if mode == MASKED else 0)
+    _raise(
+        library().hr_nvfp4_multiply(
+            w.data.data_ptr(),
+            x.data_ptr(),
+            row_scale.data_ptr(),
+            None if scale is None else scale.data_ptr(),
+            data.stride(-2) * data.element_size(),
+            *steps,
+            w.global_scale.data_ptr(),
+            _pointer(bounds),
+            out.data_ptr(),
+            _pointer(partial),
+            out.stride(-2),
+            mode,
+            num_rows,
+            x_rows,
+            experts,
+            w.n,
+            k,
+            tile,
+            each,
+            parts,
+            pair,
+            overlap,
+            stream,
+        )  # fmt: skip
+    )
     return out
+
+
+def _check(data: torch.Tensor, scale: torch.Tensor | None, w: Prepared, mode: int, out: torch.Tensor) -> None:
+    experts, alignment = len(w.data), 4 if scale is None else 16
+    if data.shape[-1] != w.k or out.shape[-1] != w.n or (mode == MASKED and len(data) != experts):
+        raise ValueError(f"rows {tuple(data.shape)} -> {tuple(out.shape)} by weights {experts} x {w.n} x {w.k}")
+    if data.stride(-1) != 1 or (data.data_ptr() | data.stride(-2) * data.element_size()) % alignment:
+        raise ValueError(f"rows must be dense and begin at multiples of {alignment} bytes")
+    if mode == MASKED and not data.is_contiguous():
+        raise ValueError("masked rows must be contiguous")
+    if scale is not None and data.shape[-2] > 1 and scale.stride(-2) != 1:
+        raise ValueError(f"a row's neighbour must be next in memory in the scales, not strides {scale.stride()}")
+
+
+def _halves(
+    data: torch.Tensor, bounds: torch.Tensor | None, mode: int, experts: int, row_scale: torch.Tensor, stream: int
+) -> torch.Tensor:
+    """bf16 rows as the products read them, [k / 64, rows, 64] fp16; writes their scales."""
+    x = torch.empty(data.shape[-1] // 64, len(row_scale), 64, dtype=torch.float16, device=data.device)
+    _raise(
+        library().hr_nvfp4_rows(
+            data.data_ptr(),
+            None,
+            data.stride(-2) * data.element_size(),
+            0,
+            0,
+            False,
+            _pointer(bounds),
+            mode,
+            data.shape[-2],
+            len(row_scale),
+            experts,
+            data.shape[-1],
+            x.data_ptr(),
+            row_scale.data_ptr(),
+            stream,
+        )  # fmt: skip
+    )
+    return x
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _raise(code: int) -> None:
+    if code:
+        kinds = {-1: "the driver has no tensor maps", -2: "sizes that it does not take"}
+        raise RuntimeError(f"NVFP4 product: {kinds.get(code, f'CUDA error {code}')}")
 
 
 @functools.cache
@@ -156,17 +232,13 @@ def split_for(strips: int, chunks: int, rows: int, most_parts: int, processors: 
     least = -(-strips // processors)
     choices = [(least, 1)]
     for each in range(least, 9):
-        choices += [(each, parts) for parts in range(2, processors // -(-strips // each) + 1) if parts <= most_parts]
+        most = min(most_parts, processors // -(-strips // each))
+        choices += [(each, parts) for parts in range(2, most + 1) if (parts - 1) * -(-chunks // parts) < chunks]
     return min(choices, key=lambda choice: cost(*choice))
 
 
-def _check(code: int) -> None:
-    if code:
-        raise RuntimeError(f"NVFP4 product: {'sizes that it does not take' if code == -2 else f'CUDA error {code}'}")
-
-
 SOURCE = Path(__file__).with_name("nvfp4_hopper.cu")
-_SIGNATURES = {"hr_nvfp4_rows": "pplllipiiiiippp", "hr_nvfp4_multiply": "pppppppliiiiiiiiiiip"}
+_SIGNATURES = {"hr_nvfp4_rows": "plpiiiiippp", "hr_nvfp4_multiply": "pppplllppppliiiiiiiiiiip"}
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64}
 
 

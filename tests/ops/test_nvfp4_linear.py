@@ -144,12 +144,12 @@ def test_the_hopper_layout_holds_each_code_and_scale_where_its_thread_looks():
     words = codes.reshape(2, 2, 2, 2, 128, 4, 4).contiguous().view(torch.int32)[..., 0]  # half of k, thread, word
     found = torch.zeros(2, 128, 256)
     for word in range(4):
-        row, block = rows + 8 * (word % 2), 2 * (thread % 4) + word // 2
+        row, block = rows + 8 * (word % 2), thread % 4 + 4 * (word // 2)
         scale = scales.reshape(2, 2, 2, 128, 4)[..., word].contiguous().view(torch.float8_e4m3fn).float()
         for half in range(2):
             for j, pair in enumerate(_widened(words[..., half, :, word])):
                 for side in range(2):
-                    value = (pair >> 16 * side).to(torch.int16).view(torch.float16).float() * 2.0**14 * scale
+                    value = (pair >> 8 * side).to(torch.uint8).view(torch.float8_e4m3fn).float() * 2.0**6 * scale
                     for strip in range(2):
                         for chunk in range(2):
                             column = 128 * chunk + 16 * block + 2 * (4 * half + j) + side
@@ -176,11 +176,7 @@ def test_the_hopper_kernel_builds_where_there_is_nvcc():
 
 
 def _widened(word):
-    """`widen` of nvfp4_hopper.cu before scaling: four pairs of fp16 in the halves of int32."""
-    sign, rest = -0x7FFF8000, 0x0E000E00  # 0x80008000
-    return (
-        word & (sign | rest),
-        (word << 3) & (sign | rest),
-        ((word << 1) & sign) | ((word << 6) & rest),
-        ((word << 2) & sign) | ((word << 9) & rest),
-    )
+    """`widen` of nvfp4_hopper.cu before scaling: four pairs of e4m3, the first in the low byte."""
+    mask = 0x9C9C9C9C - (1 << 32)
+    first, second = word & mask, ((word << 2) ^ (word >> 2 & 0x3FFFFFFF)) & mask
+    return first & 0xFFFF, first >> 16 & 0xFFFF, second & 0xFFFF, second >> 16 & 0xFFFF
