@@ -593,6 +593,7 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, 1)
     ring.peer = PAIR ? cluster_rank() ^ 1 : 0;
     if (PAIR) cluster_sync();
     else __syncthreads();
+    let_next_launch_begin();
     if (X8) wait_for_previous_launch();
     int first = blockIdx.x * p.strips_each, last = min(first + p.strips_each, p.experts * p.strips);
     if (threadIdx.x >= 128 * GROUPS) {

@@ -122,8 +122,7 @@ def multiply(
     if not out.numel():
         return out
     if tile is None:
-        typical = num_rows // experts if mode == CONTIGUOUS else num_rows
-        tile = next((one for one in TILES if one >= typical), TILES[-1])
+        tile = tile_for(num_rows, experts, mode)
     processors = cuda_library.multiprocessors(data.device)
     most_parts = 1 if mode != DENSE else k // STEP
     each, parts = split or split_for(experts * w.data.shape[1], k // STEP, min(num_rows, tile), most_parts, processors)
@@ -212,6 +211,15 @@ def _raise(code: int) -> None:
     if code:
         kinds = {-1: "the driver has no tensor maps", -2: "sizes that it does not take"}
         raise RuntimeError(f"NVFP4 product: {kinds.get(code, f'CUDA error {code}')}")
+
+
+def tile_for(num_rows: int, experts: int, mode: int) -> int:
+    """Rows multiplied at once. Where experts own runs of rows, `num_rows` is room for an uneven share: about twice what
+    they get, so that 128 at once pay only from there on."""
+    if mode != CONTIGUOUS:
+        return next((one for one in TILES if one >= num_rows), TILES[-1])
+    num_rows //= experts
+    return 32 if num_rows <= 32 else 64 if num_rows <= 128 else 128
 
 
 @functools.cache
