@@ -94,6 +94,46 @@ def test_a_weight_that_does_not_fit_is_refused():
         nvfp4_linear.TritonLinear.prepare(nvfp4.quantise(torch.randn(8, 64)))
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "tile, pair, split", [(32, False, (4, 1)), (64, True, (4, 1)), (64, False, (3, 1)), (128, True, (2, 1))]
+)
+def test_every_way_to_cut_the_hopper_product_gives_the_same(gpu, kind, tile, pair, split):
+    """Counts around the tiles' sizes, k of an odd number of steps, and rows nobody asked for stay unwritten."""
+    if reason := nvfp4_hopper.why_not(gpu):
+        pytest.skip(reason)
+    torch.manual_seed(6)
+    counts = [0, 1, 16, 17, 33, 64, 100, 150]
+    weight, flat = _weight(8, 512, 384, device=gpu), torch.randn(8 * 150, 384, device=gpu).bfloat16()
+    rows, x = flat.view(8, 150, 384), flat
+    if kind == "fp8":
+        data, scale = fp8.reference(flat)
+        rows = fp8.Fp8Rows(data.view(8, 150, -1), scale.T.reshape(-1, 8, 150).permute(1, 2, 0))
+        x = fp8.dequantise_rows(fp8.Fp8Rows(data, scale))
+    out = torch.full((8, 150, 512), float("nan"), device=gpu, dtype=torch.bfloat16)
+    bounds = torch.tensor(counts, dtype=torch.int32, device=gpu)
+    prepared, pair = nvfp4_hopper.prepare(weight), pair and kind == "fp8"
+    nvfp4_hopper.multiply(rows, prepared, bounds, nvfp4_hopper.MASKED, out, tile=tile, pair=pair, split=split)
+    for expert, count in enumerate(counts):
+        expected = _expected(x.view(8, 150, 384)[expert, :count], _one(weight, expert))
+        torch.testing.assert_close(out[expert, :count].double(), expected, rtol=BF16_STEPS, atol=BF16_STEPS)
+        assert out[expert, count:].isnan().all()
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_a_hopper_product_cut_along_k_adds_its_parts(gpu, parts):
+    if reason := nvfp4_hopper.why_not(gpu):
+        pytest.skip(reason)
+    torch.manual_seed(7)
+    weight, x = _weight(1, 200, 768, device=gpu), torch.randn(70, 768, device=gpu).bfloat16()
+    prepared = nvfp4_hopper.prepare(weight)
+    for rows in (x, fp8.reference(x)):
+        out = torch.empty(70, 200, device=gpu, dtype=torch.bfloat16)
+        nvfp4_hopper.multiply(rows, prepared, None, nvfp4_hopper.DENSE, out, split=(2, parts))
+        expected = _expected(rows, _one(weight, 0))
+        torch.testing.assert_close(out.double(), expected, rtol=BF16_STEPS, atol=BF16_STEPS)
+
+
 @pytest.mark.skipif(triton is None, reason="needs triton")
 @pytest.mark.parametrize("capability", [90, 100])
 def test_the_triton_kernels_compile_for_hopper_and_blackwell(capability, tmp_path):
