@@ -2,7 +2,8 @@
 
 Runs under an interpreter that has `xllamacpp` and `gguf` (`make llama` makes .venv-llama), never under ours. It converts
 the checkpoint to GGUF with every value unchanged (bf16 fits f32 and bf16 exactly; f16 is offered because llama.cpp is
-fast with it, and loses what f16 cannot hold), then serves lines of JSON on stdin as `transformers_generate.py` does:
+fast with it, and loses what f16 cannot hold), then serves lines of JSON on stdin as `transformers_generate.py` does. A
+dtype is converted and loaded when it is first asked for, which is not part of the answer's seconds:
 
     {"dtype": "f32", "prompts": [[ids]], "output_tokens": n} -> {"seconds", "cpu_seconds", "token_ids"}
 
@@ -172,7 +173,8 @@ def open_server(path: Path, threads: int, slots: int) -> xllamacpp.Server:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.cache_prompt = False
     params.cache_ram_mib = 0
-    params.warmup = True
+    params.warmup = False  # whoever measures warms up with what it measures
+    params.fit_params = False  # no trial loads to find out what fits
     params.verbosity = 0
     return xllamacpp.Server(params)
 
@@ -215,11 +217,7 @@ def main() -> None:
     arguments = parser.parse_args()
     answers, sys.stdout = sys.stdout, sys.stderr
     with tempfile.TemporaryDirectory() as scratch:
-        servers = {}
-        for dtype in DTYPES:
-            path = Path(scratch) / f"{dtype}.gguf"
-            write_gguf(arguments.directory, path, dtype)
-            servers[dtype] = open_server(path, arguments.threads, arguments.slots)
+        servers: dict[str, xllamacpp.Server] = {}
         about = {
             "xllamacpp": xllamacpp.__version__,
             "threads": arguments.threads,
@@ -228,6 +226,10 @@ def main() -> None:
         print(json.dumps(about), file=answers, flush=True)
         for line in sys.stdin:
             asked = json.loads(line)
+            if asked["dtype"] not in servers:
+                path = Path(scratch) / f"{asked['dtype']}.gguf"
+                write_gguf(arguments.directory, path, asked["dtype"])
+                servers[asked["dtype"]] = open_server(path, arguments.threads, arguments.slots)
             answer = generate(servers[asked["dtype"]], asked["prompts"], asked["output_tokens"])
             print(json.dumps(answer), file=answers, flush=True)
 
