@@ -521,3 +521,66 @@ int hr_attend(const float *q, i64 q_token, i64 heads, i64 dim, i64 latent, const
     free(first);
     return failed;
 }
+
+/* ---- between the kernels, and many of them in one call ------------------------------------------------------------ */
+
+/* x[m] += y[m] */
+void hr_add_rows(float *x, i64 x_stride, const float *y, i64 y_stride, i64 m_size, i64 width) {
+    for (i64 m = 0; m < m_size; m++)
+        for (i64 i = 0; i < width; i++) x[m * x_stride + i] += y[m * y_stride + i];
+}
+
+/* to[t][h] = from[t][h], `width` values each */
+void hr_copy_heads(const float *from, i64 from_token, i64 from_head, float *to, i64 to_token, i64 to_head, i64 tokens,
+                   i64 heads, i64 width) {
+    for (i64 t = 0; t < tokens; t++)
+        for (i64 h = 0; h < heads; h++)
+            memcpy(to + t * to_token + h * to_head, from + t * from_token + h * from_head, width * sizeof(float));
+}
+
+#define CALL_WORDS 20
+#define P(i) ((void *)(intptr_t)a[i])
+#define I(i) ((int)a[i])
+
+static float as_float(i64 word) {
+    uint32_t bits = (uint32_t)word;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* One call after another. Each is CALL_WORDS words: its number in cpu_library.RECORDED, then its arguments in order,
+ * floats as their bits. Returns 0, or 1 when memory ran out; then nothing after that call has happened. */
+int hr_replay(const i64 *calls, i64 count) {
+    for (i64 call = 0; call < count; call++) {
+        const i64 *a = calls + call * CALL_WORDS + 1;
+        switch (a[-1]) {
+            case 0:
+                hr_linear(P(0), a[1], a[2], P(3), I(4), a[5], a[6], a[7], a[8], P(9), a[10], a[11], I(12), I(13));
+                break;
+            case 1:
+                hr_ffn(P(0), a[1], a[2], a[3], a[4], P(5), P(6), I(7), P(8), a[9], I(10), P(11), I(12));
+                break;
+            case 2:
+                hr_experts(P(0), a[1], a[2], a[3], a[4], a[5], a[6], P(7), P(8), P(9), P(10), I(11), P(12), a[13],
+                           I(14), P(15), P(16), P(17), I(18));
+                break;
+            case 3: hr_rms_norm(P(0), a[1], P(2), P(3), a[4], a[5], a[6], as_float(a[7])); break;
+            case 4:
+                hr_store_rows(P(0), a[1], a[2], a[3], P(4), a[5], a[6], a[7], a[8], P(9), as_float(a[10]), P(11), P(12),
+                              P(13), I(14), P(15));
+                break;
+            case 5:
+                hr_gate(P(0), a[1], a[2], a[3], P(4), a[5], a[6], a[7], I(8), as_float(a[9]), P(10), P(11), P(12));
+                break;
+            case 6:
+                if (hr_attend(P(0), a[1], a[2], a[3], a[4], P(5), I(6), a[7], P(8), a[9], P(10), P(11), a[12], a[13],
+                              as_float(a[14]), P(15), a[16], I(17)))
+                    return 1;
+                break;
+            case 7: hr_add_rows(P(0), a[1], P(2), a[3], a[4], a[5]); break;
+            case 8: hr_copy_heads(P(0), a[1], a[2], P(3), a[4], a[5], a[6], a[7], a[8]); break;
+        }
+    }
+    return 0;
+}

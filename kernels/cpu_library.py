@@ -3,19 +3,26 @@
 `library()` builds on first use into `kernels/build/` (or the temporary directory when that is read-only), named after
 the source, the flags and the processor, so a stale or foreign build is never loaded. `why_not()` says what is missing;
 without a compiler every op still has its torch back end. Build ahead of time with `python -m kernels.cpu_library`.
+
+Calls can be recorded instead of made, and made later in one go, without Python between them: `recording`, `Replay`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import functools
 import hashlib
 import platform
 import shutil
+import struct
 import subprocess
 import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 SOURCE = Path(__file__).with_name("cpu.c")
 COMPILERS = ("cc", "gcc", "clang")
@@ -33,7 +40,25 @@ _SIGNATURES = {
     "hr_store_rows": "plllpllllpfpppip",
     "hr_gate": "plllplllifppp",
     "hr_attend": "pllllpilplppllfpli",
+    "hr_add_rows": "plplll",
+    "hr_copy_heads": "pllplllll",
+    "hr_replay": "pl",
 }
+_RETURNS_INT = ("hr_attend", "hr_replay")
+RECORDED = (
+    "hr_linear",
+    "hr_ffn",
+    "hr_experts",
+    "hr_rms_norm",
+    "hr_store_rows",
+    "hr_gate",
+    "hr_attend",
+    "hr_add_rows",
+    "hr_copy_heads",
+)
+"""What `recording` records, in the order of hr_replay's cases."""
+CALL_WORDS = 20  # as in cpu.c
+_one_recording = threading.Lock()
 
 
 class BuildFailed(RuntimeError):
@@ -102,8 +127,81 @@ def _load(path: Path) -> ctypes.CDLL:
     for name, signature in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes = [_TYPES[letter] for letter in signature]
-        function.restype = ctypes.c_int if name == "hr_attend" else None
+        function.restype = ctypes.c_int if name in _RETURNS_INT else None
     return loaded
+
+
+def add_rows(x: Any, y: Any) -> None:
+    """x += y; [n, width] fp32, dense rows."""
+    library().hr_add_rows(x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), *x.shape)
+
+
+def copy_heads(to: Any, source: Any) -> None:
+    """`to` = `source`; [tokens, heads, width] fp32, any strides with a dense last dimension."""
+    library().hr_copy_heads(
+        source.data_ptr(), source.stride(0), source.stride(1), to.data_ptr(), to.stride(0), to.stride(1), *to.shape
+    )
+
+
+class Call(NamedTuple):
+    """One call that was recorded: a name of RECORDED, and its arguments."""
+
+    name: str
+    arguments: tuple[Any, ...]
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Call]]:
+    """While it is open, this thread's calls of RECORDED functions are noted and not made; other threads' are made."""
+    with _one_recording:
+        yield from _record()
+
+
+def _record() -> Iterator[list[Call]]:
+    loaded, owner, calls = library(), threading.get_ident(), []
+    own = {name: getattr(loaded, name) for name in RECORDED}
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*arguments: Any) -> Any:
+            if threading.get_ident() != owner:
+                return function(*arguments)
+            calls.append(Call(name, arguments))
+            return 0
+
+        return note
+
+    try:
+        for name, function in own.items():
+            setattr(loaded, name, noting(name, function))
+        yield calls
+    finally:
+        for name, function in own.items():
+            setattr(loaded, name, function)
+
+
+class Replay:
+    """Recorded calls as hr_replay takes them. Whoever made the calls keeps alive what their arguments point to."""
+
+    def __init__(self, calls: Sequence[Call]):
+        words: list[int] = []
+        for call in calls:
+            words += [RECORDED.index(call.name), *_words(call)]
+        self._count = len(calls)
+        self._words = (ctypes.c_int64 * len(words))(*words)
+
+    def __call__(self) -> None:
+        """Makes all of them, in order. Raises MemoryError."""
+        if library().hr_replay(ctypes.addressof(self._words), self._count):
+            raise MemoryError("attention scratch")
+
+
+def _words(call: Call) -> list[int]:
+    """A call as CALL_WORDS - 1 integers."""
+    pairs = zip(_SIGNATURES[call.name], call.arguments, strict=True)
+    words = [
+        int.from_bytes(struct.pack("<f", value), "little") if letter == "f" else int(value) for letter, value in pairs
+    ]
+    return words + [0] * (CALL_WORDS - 1 - len(words))
 
 
 if __name__ == "__main__":

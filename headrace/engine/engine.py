@@ -107,6 +107,8 @@ def load_configured(directory: str | Path, config: EngineConfig) -> Transformer:
     )
     transformer.moe_dp_chunk_tokens = config.moe_dp_chunk_tokens
     transformer.moe_activation_chunk_tokens = config.moe_activation_chunk_tokens
+    if config.decode_graphs is False and device.type == "cpu":
+        transformer.recorded = None
     return transformer
 
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from headrace.cache.latent import LatentPool
 from headrace.model import rope as rope_angles
 from headrace.model.config import ModelConfig
+from headrace.model.recorded import RecordedSteps
 from kernels import cpu_library, expert_ffn, gate, latent_store, linear, mla_decode, mla_prefill, rms_norm
 from kernels.linear import Prepared
 from kernels.select import Backend, BackendUnavailable, choose
@@ -103,6 +104,9 @@ class Kernels:
         self.decode = pick(mla_decode, absorbed if exact else self.family)
         self.prefill_absorbed = pick(mla_prefill, absorbed)
         self.prefill_naive = pick(mla_prefill, "torch", mla_prefill.NAIVE_BACKENDS)
+        in_c = self.family == "c"
+        self.add_rows = cpu_library.add_rows if in_c else torch.Tensor.add_
+        self.copy_heads = cpu_library.copy_heads if in_c else torch.Tensor.copy_
 
     def _ffn_backends(self) -> tuple[Backend, ...]:
         return tuple(b for b in expert_ffn.BACKENDS if (b.name == "c") == (self.family == "c"))
@@ -166,7 +170,7 @@ class Attention:
         if self.padded_heads > self.heads:
             absorbed[:, self.heads :] = 0
         self.kernels.linear.per_head(q[..., : self.nope], self.up_key, absorbed[:, : self.heads, : self.latent])
-        absorbed[:, : self.heads, self.latent :] = q[..., self.nope :]
+        self.kernels.copy_heads(absorbed[:, : self.heads, self.latent :], q[..., self.nope :])
         mixed = step.absorbed.run(absorbed[: step.num_queries], pool, step.plan, self.scale, self.latent)
         mixed = _pad_rows(mixed[:, : self.heads], tokens)
         out = q.new_empty(tokens, self.heads, self.config.v_head_dim)
@@ -232,7 +236,8 @@ class MoE:
         return self.kernels.gate(logits, self.bias, self.limits)
 
     def _experts(self, x: torch.Tensor, h: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
-        x.add_(self.kernels.ffn.routed(h, weights, ids, self.weights, row_multiple=self.kernels.row_multiple))
+        routed = self.kernels.ffn.routed(h, weights, ids, self.weights, row_multiple=self.kernels.row_multiple)
+        self.kernels.add_rows(x, routed)
         if self.shared is not None:
             self.shared.add_to(x, h)
 
@@ -270,6 +275,7 @@ class Transformer:
     """A loaded model. `weights.load_transformer` makes it; one engine thread calls it.
 
     config, device, dtype (of the matrix products), exact; pool_dtype: what a LatentPool for it should hold.
+    recorded: replays decode steps' kernel calls (recorded.py); None to run every step op by op. Bits are the same.
     """
 
     def __init__(
@@ -293,6 +299,7 @@ class Transformer:
         self.mtp_tensors = mtp_tensors or {}
         self._precision = precision
         self._cos, self._sin = rope_angles.tables(config, device)
+        self.recorded = RecordedSteps(self) if kernels.family == "c" else None
 
     def precision_table(self) -> list[tuple[str, str]]:
         """(part, dtype) as decided at load."""
@@ -321,6 +328,11 @@ class Transformer:
     def _moe_blocks(self) -> list[Block]:
         return [block for block in self.blocks if isinstance(block.ffn, MoE)]
 
+    @property
+    def rope_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin  [max_position, r / 2]."""
+        return self._cos, self._sin
+
     @torch.no_grad()
     def forward(
         self,
@@ -334,6 +346,10 @@ class Transformer:
 
         `on_layer(l)` is called as soon as all rows of layer l are in the pool, so that their push may begin.
         """
+        if phase == "decode" and self.recorded is not None and on_layer is None:
+            x = self.recorded.run(batch, pool)
+            if x is not None:
+                return self._logits(x.index_select(0, batch.logit_indices))
         batch = self._padded(batch)
         step = self._plan(batch, pool, phase)
         x = self.embedding.index_select(0, batch.token_ids)
@@ -364,6 +380,12 @@ class Transformer:
             context_lens=batch.context_lens,
             logit_indices=batch.logit_indices,
         )
+
+    def uniform_step(self, cos: torch.Tensor, sin: torch.Tensor, store: latent_store.Plan, plan: Any) -> Step:
+        """A decode step of one token a sequence, over a plan of `kernels.decode`."""
+        count = len(cos)
+        lens = [1] * count  # only what has no plan looks at them
+        return Step(cos, sin, store, count, lens, lens, absorbed=self.kernels.decode, plan=plan)
 
     def _plan(self, batch: ForwardBatch, pool: LatentPool, phase: Phase) -> Step:
         query_lens, context_lens = batch.query_lens, list(batch.context_lens)

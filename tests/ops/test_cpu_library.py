@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from kernels import cpu_library
 from kernels.cpu_library import BuildFailed
@@ -46,3 +49,35 @@ def test_a_change_of_source_is_another_library(fresh):
 
 def test_only_cpus_are_served():
     assert cpu_library.why_not(SimpleNamespace(type="cuda")) == "runs on CPUs only"
+
+
+needs_library = pytest.mark.skipif(cpu_library.why_not() is not None, reason="needs the C kernels")
+
+
+@needs_library
+def test_calls_are_noted_by_their_own_thread_only_and_made_when_replayed():
+    x, y, other = torch.ones(2, 3), torch.full((2, 3), 2.0), torch.zeros(2, 3)
+    to, source = torch.zeros(2, 2, 5)[..., 1:], torch.arange(16.0).view(2, 2, 4)
+    with cpu_library.recording() as calls:
+        cpu_library.add_rows(x, y)
+        cpu_library.copy_heads(to, source)
+        worker = threading.Thread(target=cpu_library.add_rows, args=(other, y))
+        worker.start()
+        worker.join()
+    assert [call.name for call in calls] == ["hr_add_rows", "hr_copy_heads"]
+    assert x.eq(1).all() and to.eq(0).all() and other.eq(2).all()
+    replay = cpu_library.Replay(calls)
+    replay()
+    replay()
+    assert x.eq(5).all() and to.equal(source)
+    cpu_library.add_rows(x, y)
+    assert x.eq(7).all(), "a call outside of a recording is made at once"
+
+
+@needs_library
+def test_the_numbers_of_recorded_functions_are_those_of_the_c_source():
+    source = cpu_library.SOURCE.read_text()
+    cases = re.findall(r"case (\d+):[^:]*?(hr_\w+)\(", source[source.index("int hr_replay") :])
+    assert [(int(number), name) for number, name in cases] == list(enumerate(cpu_library.RECORDED))
+    assert int(re.search(r"#define CALL_WORDS (\d+)", source)[1]) == cpu_library.CALL_WORDS
+    assert max(len(cpu_library._SIGNATURES[name]) for name in cpu_library.RECORDED) < cpu_library.CALL_WORDS
