@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import against
+from bench import against, step_profile
 from bench.against import Progress, Timing
 from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
@@ -49,6 +49,7 @@ def run(
                            tokens over the whole time, prefill included
     ratios                 for each of `rivals` (name -> its interpreter): fast mode's total over the rival's, by the clock
                            (`ratio`) and by CPU time (`cpu_ratio`); `skipped` says why there is none
+    one_stream             where a one-stream step's time goes, in the last of `modes`: step_profile.run
     agreement              share of greedy tokens that exact and fast mode agree on; `skipped` likewise
     host                   what it ran on
     `num_threads` 0: torch's own choice. Raises ConfigError for an unknown mode or rival.
@@ -69,6 +70,7 @@ def run(
     return {
         "rows": rows,
         "ratios": _ratios(directory, engines, rivals, threads, repeats, progress),
+        "one_stream": _one_stream(engines[modes[-1]], modes[-1], repeats, progress),
         "agreement": _agreement(engines, agreement_prompts, progress),
         "host": _host(threads),
         "workload": {"prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS, "repeats": repeats},
@@ -165,6 +167,12 @@ def _measure_with_firsts(engine: Engine, batch: list[list[int]]) -> tuple[Timing
     firsts = [0] * len(batch)
     timing = measure(engine, batch, first_tokens=firsts)
     return timing, firsts
+
+
+def _one_stream(engine: Engine, mode: str, repeats: int, progress: Progress) -> dict[str, Any]:
+    progress(f"where a one-stream step's time goes, {mode} mode")
+    batch = prompts(1, engine.parts.transformer.config.vocab_size)
+    return {"mode": mode, **step_profile.run(engine, batch, repeats=repeats)}
 
 
 def _agreement(engines: dict[str, Engine], count: int, progress: Progress) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity
 from bench.kernels.harness import Ceilings
 from bench.roofline import Op
 from headrace.model.deepseek_gpu import GpuTransformer
-from headrace.model.gpu_linear import ExpertSwiglu, PlainLinear, PreparedLinear, Swiglu
+from headrace.model.gpu_linear import ByRows, ExpertSwiglu, PlainLinear, PreparedLinear, Swiglu
 
 MARKER = "spin_kernel"  # what torch.cuda._sleep launches
 LABELS: dict[str, tuple[str, ...]] = {
@@ -113,7 +113,8 @@ def _name_products(transformer: GpuTransformer) -> None:
                 named += [(label, swiglu.gate_up), (label, swiglu.down)]
         for label, product in named:
             if product is not None:
-                product.bench_label = label
+                for one in (product.few, product.many) if isinstance(product, ByRows) else (product,):
+                    one.bench_label = label
 
 
 def kernel_times(transformer: GpuTransformer, call: Callable[[], Any]) -> dict[str, float]:

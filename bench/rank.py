@@ -60,7 +60,7 @@ def run(
 ) -> dict[str, Any]:
     """{model, ep, ceilings, rows, per_op, precision, host}; a row that does not fit says so in `skipped`.
 
-    rows    [{phase, batch, context, kv_dtype, tokens_per_step, step_ms, tokens_per_s, roofline_tokens_per_s, fraction,
+    rows    [{phase, batch, context, kv_dtype, attention, tokens_per_step, step_ms, tokens_per_s, roofline_tokens_per_s, fraction,
             communication}]; context: rows a token attends to, on average (decode); tokens a prompt (prefill). Prefill rows
             also have moe_chunk_tokens (0: whole), and mla_tflops and moe_tflops, which their kernels reached
     per_op  [{phase, tokens_per_step, kv_dtype, op, roofline_us, measured_us}], whole steps
@@ -180,8 +180,10 @@ class RankBench:
             logits=batch,
             kv_bytes=KV_DTYPES[kv_dtype].itemsize,
             expert_weight_bytes=self._expert_weight_bytes(),
+            query_dtype="fp8" if "float8" in self.transformer.kernels.chosen["mla_decode"] else "bf16",
         )
         row["context"] = attended / batch
+        row["attention"] = self.transformer.kernels.chosen["mla_decode"]
         return self._row(row, share, step_s, profile)
 
     def _time_steps(

@@ -46,6 +46,7 @@ class Share:
     logits           tokens whose logits are taken
     kv_bytes         of one value in the pool
     expert_weight_bytes  of one routed weight
+    query_dtype      that decode attention multiplies in: bf16, or fp8 where the queries are e4m3 as well
     """
 
     tokens: int
@@ -56,6 +57,7 @@ class Share:
     logits: int
     kv_bytes: float = 2.0
     expert_weight_bytes: float = FP8_WEIGHT
+    query_dtype: str = "bf16"
 
 
 def step_ops(config: ModelConfig, share: Share, phase: str) -> list[Op]:
@@ -94,7 +96,7 @@ def _attention(config: ModelConfig, share: Share, phase: str, layers: int) -> It
         yield _per_head("absorb_q", t, heads, latent, nope, layers)
         flops = 2.0 * heads * (row + latent) * share.attended
         moved = share.context_rows * row * share.kv_bytes + t * heads * (row + latent) * BF16
-        yield Op("mla_decode", layers, moved, flops)
+        yield Op("mla_decode", layers, moved, flops, share.query_dtype)
         yield _per_head("absorb_o", t, heads, value, latent, layers)
     else:
         yield Op("latent_store", layers, t * (2 * heads * rope * BF16 + row * (2 * BF16 + share.kv_bytes)))

@@ -28,8 +28,9 @@ def rows(device: torch.device, ceilings: Ceilings, progress: Callable[[str], Non
     made = []
     for tokens in (2048, PREFILL):
         made += _concat_rows(device, ceilings, progress, vendor, tokens)
-    for tokens in (256, 4096, PREFILL):
+    for tokens in (256, 4096):
         made += _quantise_rows(device, ceilings, progress, vendor, tokens)
+    for tokens in (256, PREFILL):
         made += _write_rows(device, ceilings, progress, vendor, tokens)
     made += _prefill_rows(device, ceilings, progress, PREFILL)
     for tokens in DECODE:
