@@ -34,6 +34,7 @@ from headrace.model.random_weights import PUBLISHED, published_config, random_tr
 from headrace.protocol import SamplingParams
 
 BLOCK_SIZE = 64
+LARGE = 65536  # tokens a prefill step from which one timed run, after the profiled one, is enough
 CHUNK = 8192  # tokens that go through a MoE layer at a time in the chunked rows
 WARM_STEPS, STEPS = 4, 24
 SPREAD = 0.1  # contexts are uniform within this share of the asked one
@@ -248,11 +249,11 @@ class RankBench:
         batcher = PrefillBatcher(parts.runner, tokens)
         self.transformer.moe_dp_chunk_tokens = chunk
         try:
-            self._prefill_once(batcher, count, length, blocks, 0)
             profile = op_times.kernel_times(
                 self.transformer, lambda: self._prefill_once(batcher, count, length, blocks, 0)
             )
-            seconds = [self._prefill_once(batcher, count, length, blocks, 1 + turn) for turn in range(repeats)]
+            turns = repeats if tokens < LARGE else 1
+            seconds = [self._prefill_once(batcher, count, length, blocks, 1 + turn) for turn in range(turns)]
         except torch.OutOfMemoryError as error:
             return {**row, "skipped": str(error).partition(".")[0]}
         finally:

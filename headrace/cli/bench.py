@@ -127,7 +127,7 @@ def rank(
     context: Annotated[int, typer.Option(help="Tokens in the pool of each running sequence.")] = 3072,
     prefill_tokens: Annotated[
         str, typer.Option(help="Tokens of a prefill step, comma-separated.")
-    ] = "16384,32768,65536",
+    ] = "4096,8192,16384,32768,65536,131072",
 ) -> None:
     """One rank's share of a published model on this GPU, inside the engine, beside its roofline."""
     from bench import rank as measure
