@@ -141,7 +141,8 @@ class GpuKernels:
             return PlainLinear(weight)
         if name == "fp8":
             return self._fp8_linear(weight)
-        return PreparedLinear(self.nvfp4_linear, weight, PLAIN)
+        four_bits = self.chosen["nvfp4_linear"] == "flashinfer"  # quantises bf16 to NVFP4 itself
+        return PreparedLinear(self.nvfp4_linear, weight, PLAIN if four_bits else FP8)
 
     def _fp8_linear(self, weight: Fp8Weight) -> Linear:
         few = PreparedLinear(self.fp8_linear, weight, FP8)
