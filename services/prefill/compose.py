@@ -23,6 +23,9 @@ from services.prefill.pusher import Pusher
 
 log = logs.get(__name__)
 
+LONGEST_WARM_UP = 1024
+"""Tokens of the longest prompt that a worker tries before it serves."""
+
 
 @contextlib.asynccontextmanager
 async def open_prefiller(
@@ -75,21 +78,31 @@ async def open_prefiller(
 
 
 async def warm_up(worker: Worker) -> None:
-    """One short prompt and the checksum of its rows, in blocks of our own, so that the first request does not pay for the
-    first time: on a GPU kernels are compiled then."""
+    """Short prompts and the checksum of their rows, in blocks of our own, so that the first requests do not pay for the first
+    time: on a GPU kernels are compiled then, anew for each class of lengths."""
     began = time.perf_counter()
-    blocks = worker.blocks.allocate(min(2, worker.blocks.num_blocks), BlockState.RUNNING)
+    longest = min(LONGEST_WARM_UP, worker.max_context_tokens, worker.blocks.num_blocks * worker.layout.block_size)
+    lengths = [length for length in _lengths(worker) if length <= longest] or [1]
+    blocks = worker.blocks.allocate(-(-max(lengths) // worker.layout.block_size), BlockState.RUNNING)
     try:
-        await worker.engine.call(_warm_prompt, worker, blocks)
+        for length in lengths:
+            await worker.engine.call(_warm_prompt, worker, blocks, length)
     finally:
         worker.blocks.free(blocks)
     log.info("prefill is warm", seconds=round(time.perf_counter() - began, 3))
 
 
-def _warm_prompt(worker: Worker, blocks: tuple[int, ...]) -> None:
-    length = min((len(blocks) - 1) * worker.layout.block_size + 1, worker.max_context_tokens)
+def _lengths(worker: Worker) -> list[int]:
+    """A prompt of two blocks; on a GPU also powers of two, and odd lengths just below them: Triton tells those apart."""
+    if worker.latent.rows.device.type == "cpu":
+        return [worker.layout.block_size + 1]
+    powers = [2**exponent for exponent in range(4, LONGEST_WARM_UP.bit_length())]
+    return [1, *(length for power in powers for length in (power - 7, power))]
+
+
+def _warm_prompt(worker: Worker, blocks: tuple[int, ...], length: int) -> None:
     failures: list[Exception] = []
-    sequence = PrefillSequence(0, [0] * length, list(blocks))
+    sequence = PrefillSequence(0, [0] * length, list(blocks[: -(-length // worker.layout.block_size)]))
     job = PrefillJob("warm-up", [sequence], SamplingParams(max_tokens=1), on_error=failures.append)
     batcher = PrefillBatcher(worker.runner, length)
     batcher.add(job)
