@@ -184,11 +184,7 @@ def _halves(
     _raise(
         library().hr_nvfp4_rows(
             data.data_ptr(),
-            None,
             data.stride(-2) * data.element_size(),
-            0,
-            0,
-            False,
             _pointer(bounds),
             mode,
             data.shape[-2],
