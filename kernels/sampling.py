@@ -107,7 +107,7 @@ class Tiles(NamedTuple):
 
     piece: int = 2048
     group: int = 4
-    turns: int = 4
+    turns: int = 8
     room: int = 4096
     few: int = 512
     block: int = 4096
@@ -137,7 +137,8 @@ def _triton(
     piece, block = (min(size, triton.next_power_of_2(vocab)) for size in (tiles.piece, tiles.block))
     group = tiles.group if rows >= 4 * tiles.group else 1
     pieces = triton.cdiv(vocab, piece)
-    turns = triton.cdiv(pieces, tiles.turns)
+    turns = tiles.turns if rows >= 4 * tiles.turns else 1
+    programs = rows * triton.cdiv(pieces, turns)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(rows, *shape, dtype=dtype, device=logits.device)
@@ -151,13 +152,13 @@ def _triton(
         PIECES=pieces, BLOCK=piece, GROUP=group, num_warps=tiles.survey_warps,
         maxnreg=tiles.survey_registers, enable_fp_fusion=False,
     )  # fmt: skip
-    sampling_triton._weigh[(rows * turns,)](
-        logits, stride, *cuts, floats, table, vocab, **of_pieces, BLOCK=piece, TURNS=tiles.turns,
+    sampling_triton._weigh[(programs,)](
+        logits, stride, *cuts, floats, table, vocab, **of_pieces, BLOCK=piece, TURNS=turns,
         num_warps=tiles.piece_warps, enable_fp_fusion=False,
     )  # fmt: skip
-    sampling_triton._collect[(rows * turns,)](
+    sampling_triton._collect[(programs,)](
         logits, stride, *cuts, floats, table, rooms, vocab, **of_pieces, ROOM=tiles.room, BLOCK=piece,
-        TURNS=tiles.turns, num_warps=tiles.piece_warps, enable_fp_fusion=False,
+        TURNS=turns, num_warps=tiles.piece_warps, enable_fp_fusion=False,
     )  # fmt: skip
     sampling_triton._settle[(rows,)](
         logits, stride, keys, *cuts, floats, tokens, table, rooms, out, vocab, **of_pieces, ROOM=tiles.room,
