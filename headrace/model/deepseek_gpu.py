@@ -143,11 +143,8 @@ class GpuTransformer:
         )
 
     def _attention(self, inputs: DecodeInputs, pool: LatentPool) -> tuple[Any, torch.dtype]:
-        """Opened once for each power of two of sequences and of blocks a sequence, and kept: graphs point into it.
-        Back ends that plan on the host know one batch only (see kernels.mla_decode_vendors), so they get one op each."""
-        batch, width = inputs.block_tables.shape
-        if self.graph_safe:
-            batch, width = _power_of_two(batch), _power_of_two(width)
+        """Opened once for each power of two of sequences and of blocks a sequence, and kept: graphs point into it."""
+        batch, width = (_power_of_two(count) for count in inputs.block_tables.shape)
         key = pool.block_size, pool.rows.dtype, batch, width
         if key not in self._opened:
             config = self.config
