@@ -1,17 +1,13 @@
 """Absorbed decode attention for Hopper in Gluon: R1's rows (512 + 64, bf16) in blocks of 64, heads in groups of 64.
 
-Contract: DEVICE_BACKENDS in mla_decode_device; the work is cut and merged as in mla_decode_triton, by tiles of 128 rows.
+Contract: DEVICE_BACKENDS in mla_decode_device; the work is cut and merged as in mla_decode_triton, by tiles of one block.
 
-One program has 64 heads and two warpgroups. Shared memory holds its queries (72 KiB) and one tile of rows (144 KiB), so
-there is no second buffer. Instead the tile is recycled in pieces: the latent part is four pieces of 128 columns, and as
-soon as the product with the weights is through with one, the copy engine refills it for the next tile, while the other
-products run. The next scores take the pieces in the same order.
-
-    scores   [64, 128]   each warpgroup has the keys of one block
-    mixed    4 x [64, 128]   one accumulator a piece, each warpgroup half of its columns
-
-Between the scores and the next tile the rotated part's place holds the weights, in which form both warpgroups read them.
-Source: DeepSeek-V2 report 2.1 for the arithmetic; the recycling is ours.
+One program has 64 heads and two warpgroups. Shared memory holds its queries (72 KiB) and two tiles of rows (72 KiB each),
+filled by the copy engine. A row is copied once and is key and value. Each warpgroup scores half of a tile's keys and
+holds half of the latent columns. The tensor cores get the scores of the next tile right behind the product with the
+weights of this one; what they wait for is the softmax between the two.
+Tried and slower on an H200 (408 against 330 us at 128 x 4,096): tiles of 128 rows in one buffer, refilled by quarters.
+Source: DeepSeek-V2 report 2.1.
 """
 
 from __future__ import annotations
@@ -20,8 +16,8 @@ from typing import Any
 
 import torch
 
-from kernels.mla_decode_triton import LOG2E, Plan, TritonDecode, Tuning, merge_parts
-from kernels.triton_support import needs_capability, needs_triton, triton
+from kernels.mla_decode_triton import LOG2E, Plan, TritonDecode, Tuning, batch_bound, merge_parts
+from kernels.triton_support import needs_capability, needs_triton
 
 try:
     from triton.experimental import gluon
@@ -43,7 +39,7 @@ except ImportError:  # CPU hosts, and Triton before 3.6
         return function
 
 
-HEADS, TILE, BLOCK, LATENT, ROPE = 64, 128, 64, 512, 64
+HEADS, BLOCK, LATENT, ROPE = 64, 64, 512, 64
 _on_hopper = needs_capability(9, exactly=True)
 
 
@@ -54,25 +50,12 @@ def needs_gluon(device: Any) -> str | None:
 
 
 @jit
-def _blocks_of(table, step, context):
-    """First pool rows of the tile's two blocks; those of block 0 where the context has ended."""
-    first = gl.load(table + step * 2)
-    second = gl.load(table + step * 2 + 1, mask=step * 128 + 64 < context, other=0)
-    return first * 64, second * 64
-
-
-@jit
-def _fetch_piece(pool, first, second, latent, full, part: gl.constexpr):
-    mbarrier.expect(full, 128 * 128 * 2)
-    tma.async_copy_global_to_shared(pool, [first, part * 128], full, latent.index(part).slice(0, 64, dim=0))
-    tma.async_copy_global_to_shared(pool, [second, part * 128], full, latent.index(part).slice(64, 64, dim=0))
-
-
-@jit
-def _fetch_turned(pool, first, second, turned, full):
-    mbarrier.expect(full, 128 * 64 * 2)
-    tma.async_copy_global_to_shared(pool, [first, 512], full, turned.slice(0, 64, dim=0))
-    tma.async_copy_global_to_shared(pool, [second, 512], full, turned.slice(64, 64, dim=0))
+def _fetch(latent_at, turned_at, table, step, latent, turned, full):
+    """Starts the copies of one block: [64, 512] and [64, 64]; `full` says when they are there."""
+    row = gl.load(table + step) * 64
+    mbarrier.expect(full, 64 * 576 * 2)
+    tma.async_copy_global_to_shared(latent_at, [row, 0], full, latent)
+    tma.async_copy_global_to_shared(turned_at, [row, 512], full, turned)
 
 
 @jit
@@ -81,10 +64,9 @@ def _zero_from(latent, left):
     SPREAD: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
     place = gl.arange(0, 64, layout=gl.SliceLayout(1, SPREAD))
     for part in gl.static_range(4):
-        for half in gl.static_range(2):
-            rows = latent.index(part).slice(half * 64, 64, dim=0)
-            kept = gl.where((place + half * 64 < left)[:, None], rows.load(SPREAD), 0.0)
-            rows.store(kept)
+        rows = latent.slice(part * 128, 128, dim=1)
+        kept = gl.where((place < left)[:, None], rows.load(SPREAD), 0.0)
+        rows.store(kept)
     fence_async_shared()
     gl.thread_barrier()
 
@@ -94,27 +76,28 @@ def _attend(
     q_latent_at, q_turned_at, latent_at, turned_at, tables, lens, ends, out, parts, part_lse,
     scale_log2, batch, heads, table_stride, BATCH: gl.constexpr,
 ):  # fmt: skip
-    """Grid (heads / 64, workers). The *_at are tensor maps of queries and pool with boxes of 64 rows x 128 or 64."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    """Grid (heads / 64, workers). The *_at are tensor maps of queries and pool with boxes of 64 rows x 512 or 64."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
+    MIXED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MIXED, 2)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    q_latent = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 128], SHARED)
+    q_latent = gl.allocate_shared_memory(gl.bfloat16, [64, 512], SHARED)
     q_turned = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    latent = gl.allocate_shared_memory(gl.bfloat16, [4, 128, 128], SHARED)
-    turned = gl.allocate_shared_memory(gl.bfloat16, [128, 64], SHARED)
-    weights_at = turned._reinterpret(gl.bfloat16, [64, 128], SHARED)
-    full = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())  # pieces, turned, queries
-    for i in gl.static_range(6):
+    latent = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 512], SHARED)
+    turned = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
+    full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())  # two tiles, queries
+    for i in gl.static_range(3):
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
 
     worker, workers = gl.program_id(1), gl.num_programs(1)
     first_head = gl.program_id(0) * 64
     total = gl.load(ends + batch - 1)
-    tile, last = (worker * total) // workers, ((worker + 1) * total) // workers
+    first, last = (worker * total) // workers, ((worker + 1) * total) // workers
     index = gl.arange(0, BATCH, layout=gl.BlockedLayout([1], [32], [8], [0]))
-    seq = gl.sum((gl.load(ends + index, mask=index < batch, other=2147483647) <= tile).to(gl.int32), 0)
-    tiles_done = 0
+    seq = gl.sum((gl.load(ends + index, mask=index < batch, other=2147483647) <= first).to(gl.int32), 0)
+    tile = first
+    count = 0  # tiles met so far: its last bit is the buffer, the next one the phase of its barrier
     seqs_done = 0
     while tile < last:
         begin = gl.load(ends + seq - 1, mask=seq > 0, other=0)
@@ -122,85 +105,73 @@ def _attend(
         stop = gl.minimum(end, last)
         context = gl.load(lens + seq)
         table = tables + seq.to(gl.int64) * table_stride
+        now = count & 1
         gl.thread_barrier()
         line = seq * heads + first_head
-        mbarrier.expect(full.index(5), 64 * 576 * 2)
-        for part in gl.static_range(4):
-            tma.async_copy_global_to_shared(q_latent_at, [line, part * 128], full.index(5), q_latent.index(part))
-        tma.async_copy_global_to_shared(q_turned_at, [line, 512], full.index(5), q_turned)
-        first, second = _blocks_of(table, tile - begin, context)
-        _fetch_turned(turned_at, first, second, turned, full.index(4))
-        for part in gl.static_range(4):
-            _fetch_piece(latent_at, first, second, latent, full.index(part), part)
-        mbarrier.wait(full.index(5), seqs_done & 1)
+        mbarrier.expect(full.index(2), 64 * 576 * 2)
+        tma.async_copy_global_to_shared(q_latent_at, [line, 0], full.index(2), q_latent)
+        tma.async_copy_global_to_shared(q_turned_at, [line, 512], full.index(2), q_turned)
+        _fetch(latent_at, turned_at, table, tile - begin, latent.index(now), turned.index(now), full.index(now))
+        mbarrier.wait(full.index(2), seqs_done & 1)
         seqs_done += 1
 
-        top = gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, ACC))
-        total_weight = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, ACC))
-        zero = gl.full([64, 128], 0.0, gl.float32, layout=ACC)
-        mixed_0, mixed_1, mixed_2, mixed_3 = zero, zero, zero, zero
-        place = gl.arange(0, 128, layout=gl.SliceLayout(0, ACC))
+        top = gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+        sums = gl.full([64, 64], 0.0, gl.float32, layout=SCORES)  # added up across threads once, at the end
+        mixed = gl.full([64, 512], 0.0, gl.float32, layout=MIXED)
+        zero = gl.full([64, 64], 0.0, gl.float32, layout=SCORES)
+        place = gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES))
+        mbarrier.wait(full.index(now), (count >> 1) & 1)
+        scores = warpgroup_mma(q_turned, turned.index(now).permute((1, 0)), zero, use_acc=False, is_async=True)
+        scores = warpgroup_mma(q_latent, latent.index(now).permute((1, 0)), scores, is_async=True)
+        if tile + 1 < stop:
+            then = 1 - now
+            _fetch(
+                latent_at, turned_at, table, tile - begin + 1, latent.index(then), turned.index(then), full.index(then)
+            )
+        scores = warpgroup_mma_wait(0, [scores])
         for step in range(tile - begin, stop - begin):
-            turn = tiles_done & 1
-            tiles_done += 1
-            more = step + 1 < stop - begin
-            mbarrier.wait(full.index(4), turn)
-            scores = warpgroup_mma(q_turned, turned.permute((1, 0)), zero, use_acc=False, is_async=True)
-            for part in gl.static_range(4):
-                mbarrier.wait(full.index(part), turn)
-                keys = latent.index(part).permute((1, 0))
-                scores = warpgroup_mma(q_latent.index(part), keys, scores, is_async=True)
-            first, second = _blocks_of(table, gl.minimum(step + 1, stop - begin - 1), context)
-            scores = warpgroup_mma_wait(0, [scores])
-            left = context - step * 128
-            if left < 128:
+            now = count & 1
+            left = context - step * 64
+            if left < 64:
                 scores = gl.where((place < left)[None, :], scores, -float("inf"))
-                _zero_from(latent, left)
-            higher = gl.maximum(top, gl.max(scores, 1) * scale_log2)  # all warps meet here: `turned` is free
+                _zero_from(latent.index(now), left)
+            higher = gl.maximum(top, gl.max(scores, 1) * scale_log2)
             weights = gl.exp2(scores * scale_log2 - higher[:, None])
             shrink = gl.exp2(top - higher)
-            total_weight = total_weight * shrink + gl.sum(weights, 1)
+            sums = sums * shrink[:, None] + weights
+            weights = gl.convert_layout(weights.to(gl.bfloat16), WEIGHTS)
+            mixed = mixed * gl.convert_layout(shrink, gl.SliceLayout(1, MIXED))[:, None]
             top = higher
-            weights_at.store(weights.to(gl.bfloat16))
-            gl.thread_barrier()
-            weights = weights_at.load(LEFT)
-            fence_async_shared()
-            if more:
-                _fetch_turned(turned_at, first, second, turned, full.index(4))
-            product_0 = warpgroup_mma(weights, latent.index(0), mixed_0 * shrink[:, None], is_async=True)
-            product_1 = warpgroup_mma(weights, latent.index(1), mixed_1 * shrink[:, None], is_async=True)
-            product_2 = warpgroup_mma(weights, latent.index(2), mixed_2 * shrink[:, None], is_async=True)
-            product_3 = warpgroup_mma(weights, latent.index(3), mixed_3 * shrink[:, None], is_async=True)
-            mixed_0 = warpgroup_mma_wait(3, [product_0])
-            if more:  # each copy begins with a barrier: all warps are through with the piece
-                _fetch_piece(latent_at, first, second, latent, full.index(0), 0)
-            mixed_1 = warpgroup_mma_wait(2, [product_1])
-            if more:
-                _fetch_piece(latent_at, first, second, latent, full.index(1), 1)
-            mixed_2 = warpgroup_mma_wait(1, [product_2])
-            if more:
-                _fetch_piece(latent_at, first, second, latent, full.index(2), 2)
-            mixed_3 = warpgroup_mma_wait(0, [product_3])
-            if more:
-                _fetch_piece(latent_at, first, second, latent, full.index(3), 3)
+            count += 1
+            then = count & 1
+            product = warpgroup_mma(weights, latent.index(now), mixed, is_async=True)
+            if step + 1 < stop - begin:
+                mbarrier.wait(full.index(then), (count >> 1) & 1)
+                following = warpgroup_mma(
+                    q_turned, turned.index(then).permute((1, 0)), zero, use_acc=False, is_async=True
+                )
+                following = warpgroup_mma(q_latent, latent.index(then).permute((1, 0)), following, is_async=True)
+                mixed = warpgroup_mma_wait(2, [product])
+                gl.thread_barrier()  # everyone is through with the tile: its buffer takes the one after the next
+                if step + 2 < stop - begin:
+                    _fetch(latent_at, turned_at, table, step + 2, latent.index(now), turned.index(now), full.index(now))
+                scores = warpgroup_mma_wait(0, [following])
+            else:
+                mixed = warpgroup_mma_wait(0, [product])
+                gl.thread_barrier()
 
-        head = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
-        part = (worker * 2 + (tile == begin).to(gl.int32)).to(gl.int64) * heads + head
-        whole = (tile == begin) & (stop == end)
-        made = (seq.to(gl.int64) * heads + head)[:, None] * 512 + place[None, :]
-        kept = part[:, None] * 512 + place[None, :]
-        share = 1.0 / total_weight[:, None]
-        if whole:
-            gl.store(out + made, (mixed_0 * share).to(gl.bfloat16))
-            gl.store(out + made + 128, (mixed_1 * share).to(gl.bfloat16))
-            gl.store(out + made + 256, (mixed_2 * share).to(gl.bfloat16))
-            gl.store(out + made + 384, (mixed_3 * share).to(gl.bfloat16))
+        total_weight = gl.sum(sums, 1)
+        mixed = mixed / gl.convert_layout(total_weight, gl.SliceLayout(1, MIXED))[:, None]
+        head = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, MIXED))
+        column = gl.arange(0, 512, layout=gl.SliceLayout(0, MIXED))
+        if (tile == begin) & (stop == end):
+            made = (seq.to(gl.int64) * heads + head)[:, None] * 512 + column[None, :]
+            gl.store(out + made, mixed.to(gl.bfloat16))
         else:
-            gl.store(parts + kept, mixed_0 * share)
-            gl.store(parts + kept + 128, mixed_1 * share)
-            gl.store(parts + kept + 256, mixed_2 * share)
-            gl.store(parts + kept + 384, mixed_3 * share)
-            gl.store(part_lse + part, top + gl.log2(total_weight))
+            slot = (worker * 2 + (tile == begin).to(gl.int32)).to(gl.int64) * heads
+            gl.store(parts + (slot + head)[:, None] * 512 + column[None, :], mixed)
+            scored = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+            gl.store(part_lse + slot + scored, top + gl.log2(total_weight))
         tile = stop
         seq += 1
 
@@ -221,7 +192,7 @@ class GluonDecode(TritonDecode):
     def __init__(self, heads: int, *, device: torch.device, **sizes: Any):
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         workers = max(1, sms // (heads // HEADS))
-        super().__init__(heads, device=device, tuning=Tuning(HEADS, TILE, 8, 1, workers), **sizes)
+        super().__init__(heads, device=device, tuning=Tuning(HEADS, BLOCK, 8, 1, workers), **sizes)
 
     def run(self, q: torch.Tensor, pool: torch.Tensor, plan: Plan, out: torch.Tensor | None = None) -> torch.Tensor:
         batch = len(q)
@@ -231,9 +202,9 @@ class GluonDecode(TritonDecode):
         queries, rows = q.view(-1, LATENT + ROPE), pool.view(-1, LATENT + ROPE)  # dense, or this raises
         workers = self.tuning.workers
         _attend[(self.heads // HEADS, workers)](
-            _map(queries, 128), _map(queries, 64), _map(rows, 128), _map(rows, 64), plan.tables, plan.lens, plan.ends,
+            _map(queries, LATENT), _map(queries, ROPE), _map(rows, LATENT), _map(rows, ROPE), plan.tables, plan.lens, plan.ends,
             made, self.parts, self.part_lse, self.scale * LOG2E, batch, self.heads, plan.tables.stride(0),
-            BATCH=triton.next_power_of_2(batch), num_warps=self.tuning.warps,
+            BATCH=batch_bound(batch), num_warps=self.tuning.warps,
         )  # fmt: skip
         merge_parts(plan.ends, made, self.parts, self.part_lse, workers)
         return made

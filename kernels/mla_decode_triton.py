@@ -166,6 +166,11 @@ def _merge(
         tl.store(target, (mixed / total_weight[:, None]).to(out.dtype.element_ty), mask=keep)
 
 
+def batch_bound(batch: int) -> int:
+    """What kernels are compiled for: one for all steps of up to 512 sequences."""
+    return max(512, triton.next_power_of_2(batch))
+
+
 def merge_parts(
     ends: torch.Tensor, out: torch.Tensor, parts: torch.Tensor, part_lse: torch.Tensor, workers: int
 ) -> None:
@@ -264,7 +269,7 @@ class TritonDecode:
             q, pool, plan.tables, plan.lens, plan.ends, made, self.parts, self.part_lse,
             self.scale * LOG2E, batch, self.heads, q.stride(0), q.stride(1),
             plan.tables.stride(0), BLOCK_STRIDE=pool.stride(0), ROW_STRIDE=pool.stride(1), **widths, ROPE=rope, ROPE_PAD=max(16, triton.next_power_of_2(rope)),
-            BLOCK_SIZE=self.block_size, HEADS=block, TILE=tile, BATCH=triton.next_power_of_2(batch),
+            BLOCK_SIZE=self.block_size, HEADS=block, TILE=tile, BATCH=batch_bound(batch),
             WIDE=self.wide, STAGES=stages, num_warps=warps,
         )  # fmt: skip
         merge_parts(plan.ends, made, self.parts, self.part_lse, workers)
