@@ -9,10 +9,12 @@ PrefillBatcher. The roofline (`roofline.py`) uses ceilings measured in the same 
 from __future__ import annotations
 
 import gc
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,8 +60,11 @@ def run(
     num_layers: int | None = None,
     repeats: int = 2,
     progress: Progress = print,
+    keep: Path | None = None,
 ) -> dict[str, Any]:
     """{model, ep, ceilings, rows, per_op, precision, host}; a row that does not fit says so in `skipped`.
+
+    keep: a file that is written after every row, so that a run that is cut short leaves what it had.
 
     rows    [{phase, batch, context, kv_dtype, attention, tokens_per_step, step_ms, tokens_per_s, roofline_tokens_per_s, fraction,
             communication}]; context: rows a token attends to, on average (decode); tokens a prompt (prefill). Prefill rows
@@ -76,20 +81,31 @@ def run(
     bench = RankBench(model, ep, weight_dtype, num_layers, progress)
     rows: list[dict[str, Any]] = []
     per_op: list[dict[str, Any]] = []
-    for kv_dtype in kv_dtypes:
-        for batch in decode_batches:
-            _collect(bench.decode(batch, context, kv_dtype), rows, per_op, progress)
-    for tokens, chunk in [*((tokens, 0) for tokens in prefill_tokens), *((tokens, CHUNK) for tokens in chunked)]:
-        _collect(bench.prefill(tokens, prompt_tokens, kv_dtypes[0], repeats, chunk), rows, per_op, progress)
+    for made in _measured(bench, decode_batches, context, kv_dtypes, prefill_tokens, chunked, prompt_tokens, repeats):
+        per_op += made.pop("per_op", [])
+        rows.append(made)
+        told = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in made.items())
+        progress(", ".join(told))
+        if keep is not None:
+            keep.write_text(json.dumps({**bench.about(), "rows": rows, "per_op": per_op}))
     return {**bench.about(), "rows": rows, "per_op": per_op}
 
 
-def _collect(made: dict[str, Any], rows: list, per_op: list, progress: Progress) -> None:
-    per_op += made.pop("per_op", [])
-    rows.append(made)
-    progress(
-        ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in made.items())
-    )
+def _measured(
+    bench: RankBench,
+    decode_batches: Sequence[int],
+    context: int,
+    kv_dtypes: Sequence[str],
+    prefill_tokens: Sequence[int],
+    chunked: Sequence[int],
+    prompt_tokens: int,
+    repeats: int,
+) -> Iterator[dict[str, Any]]:
+    for kv_dtype in kv_dtypes:
+        for batch in decode_batches:
+            yield bench.decode(batch, context, kv_dtype)
+    for tokens, chunk in [*((tokens, 0) for tokens in prefill_tokens), *((tokens, CHUNK) for tokens in chunked)]:
+        yield bench.prefill(tokens, prompt_tokens, kv_dtypes[0], repeats, chunk)
 
 
 class RankBench:

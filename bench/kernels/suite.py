@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +18,12 @@ from headrace.errors import ConfigError
 GROUPS = ("row_ops", "latent_ops", "gemm_ops", "nvfp4_ops", "attention_ops")
 
 
-def run(groups: Sequence[str] = GROUPS, progress: Callable[[str], None] = print) -> dict[str, Any]:
+def run(
+    groups: Sequence[str] = GROUPS, progress: Callable[[str], None] = print, keep: Path | None = None
+) -> dict[str, Any]:
     """{ceilings, rows, failed, host}. A group that raises is named in `failed`; the others still count.
 
-    Raises ConfigError without a CUDA device or for an unknown group.
+    keep: a file that is written after every group, so that a run that is cut short leaves what it had. Raises ConfigError without a CUDA device or for an unknown group.
     """
     if unknown := set(groups) - set(GROUPS):
         raise ConfigError(
@@ -32,19 +36,18 @@ def run(groups: Sequence[str] = GROUPS, progress: Callable[[str], None] = print)
     ceilings = measure_ceilings(device)
     progress(f"ceilings: {ceilings}")
     rows, failed = [], {}
+    made = {"ceilings": asdict(ceilings), "rows": rows, "failed": failed, "host": host(device)}
     for group in groups:
         try:
-            rows += importlib.import_module(f"bench.kernels.{group}").rows(device, ceilings, progress)
+            found = importlib.import_module(f"bench.kernels.{group}").rows(device, ceilings, progress)
+            rows += [row.as_json() for row in found]
         except Exception as error:
             failed[group] = f"{type(error).__name__}: {error}"
             progress(f"{group} failed: {failed[group]}")
         torch.cuda.empty_cache()
-    return {
-        "ceilings": asdict(ceilings),
-        "rows": [row.as_json() for row in rows],
-        "failed": failed,
-        "host": host(device),
-    }
+        if keep is not None:
+            keep.write_text(json.dumps(made))
+    return made
 
 
 def host(device: torch.device) -> dict[str, Any]:

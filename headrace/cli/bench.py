@@ -18,6 +18,9 @@ from headrace.errors import ConfigError
 app = typer.Typer(no_args_is_help=True)
 
 
+Keep = Annotated[Path | None, typer.Option(help="Also write the JSON here, after every part.")]
+
+
 @app.callback()
 def _group() -> None:
     """Measure."""
@@ -103,12 +106,13 @@ def transfer(
 @app.command("kernels")
 def kernels(
     as_json: options.Json = False,
+    keep: Keep = None,
     groups: Annotated[str, typer.Option(help="Groups of ops, comma-separated. Default: all.")] = "",
 ) -> None:
     """Every op at DeepSeek-R1 shapes on this GPU, beside the hardware's limit and the best public kernel."""
     from bench.kernels import suite
 
-    result = suite.run(groups=_words(groups) or suite.GROUPS, progress=_progress())
+    result = suite.run(groups=_words(groups) or suite.GROUPS, progress=_progress(), keep=keep)
     if as_json:
         print(json.dumps(result))
         return
@@ -120,6 +124,7 @@ def kernels(
 @app.command("rank")
 def rank(
     as_json: options.Json = False,
+    keep: Keep = None,
     model: Annotated[str, typer.Option(help="A published model whose shapes are used.")] = "deepseek-r1",
     ep: Annotated[int, typer.Option(help="Ranks that share the experts.")] = 32,
     weight_dtype: Annotated[str, typer.Option(help="fp8, nvfp4 or bf16.")] = "fp8",
@@ -140,6 +145,7 @@ def rank(
         context=context,
         prefill_tokens=_numbers(prefill_tokens),
         progress=_progress(),
+        keep=keep,
     )
     if as_json:
         print(json.dumps(result))
