@@ -49,46 +49,47 @@ def _torch(pool_layer: torch.Tensor, slots: torch.Tensor, first_position: int) -
 
 @jit
 def _checksum_kernel(
-    words, slots, positions, columns, total, addend, num_rows, num_words,
+    words, slots, positions, columns, total, addend, num_rows, num_words, pieces,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program sums COLUMNS words of ROWS rows. A word plus 2**31 is an unsigned u, and u times a 64-bit weight is
-    two multiply-adds: u * low, and 2**32 * (u * high) of which only 32 bits count. `addend` makes up for the 2**31."""
+    """The programs share out tiles of ROWS rows and COLUMNS words; each adds to the total once. A word plus 2**31 is an
+    unsigned u, and u times a 64-bit weight is two multiply-adds: u * low, and 2**32 * (u * high) of which only 32 bits
+    count. `addend` makes up for the 2**31."""
     wait_for_previous(OVERLAP)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    slot = tl.load(slots + row, mask=row < num_rows, other=0)
-    here = (row < num_rows)[:, None] & (column < num_words)[None, :]
-    word = tl.load(words + slot[:, None] * num_words + column[None, :], mask=here, other=0).to(tl.int32)
-    shifted = (word ^ -0x80000000).to(tl.uint32, bitcast=True)
-    weight = tl.load(columns + column, mask=column < num_words, other=0).to(tl.uint64, bitcast=True)
-    low, high = weight.to(tl.uint32), (weight >> 32).to(tl.uint32)
-    product = shifted.to(tl.uint64) * low.to(tl.uint64)[None, :] + ((shifted * high[None, :]).to(tl.uint64) << 32)
-    product = product.to(tl.int64, bitcast=True)
-    of_vector = tl.sum(tl.reshape(product, (ROWS, COLUMNS // VECTOR, VECTOR)), 2)  # a thread's own, if it loads 4 words
-    position = tl.load(positions + row, mask=row < num_rows, other=0)  # padding has weight 0
-    summed = tl.sum(tl.reshape(of_vector * position[:, None], (ROWS * COLUMNS // VECTOR,)), 0)
-    if tl.program_id(0) == 0:
-        summed += addend * tl.sum(position, 0)
-    tl.atomic_add(total, summed, sem="relaxed")
+    summed = tl.zeros((ROWS, COLUMNS // VECTOR), tl.int64)
+    counted = tl.zeros((ROWS,), tl.int64)
+    for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * pieces, tl.num_programs(0)):
+        row = tile // pieces * ROWS + tl.arange(0, ROWS)
+        column = tile % pieces * COLUMNS + tl.arange(0, COLUMNS)
+        slot = tl.load(slots + row, mask=row < num_rows, other=0)
+        position = tl.load(positions + row, mask=row < num_rows, other=0)  # padding has weight 0
+        here = (row < num_rows)[:, None] & (column < num_words)[None, :]
+        word = tl.load(words + slot[:, None] * num_words + column[None, :], mask=here, other=0).to(tl.int32)
+        shifted = (word ^ -0x80000000).to(tl.uint32, bitcast=True)
+        weight = tl.load(columns + column, mask=column < num_words, other=0).to(tl.uint64, bitcast=True)
+        low, high = weight.to(tl.uint32), (weight >> 32).to(tl.uint32)
+        product = shifted.to(tl.uint64) * low.to(tl.uint64)[None, :] + ((shifted * high[None, :]).to(tl.uint64) << 32)
+        # a thread loads VECTOR words of a row: their sum costs no exchange
+        of_vector = tl.sum(tl.reshape(product.to(tl.int64, bitcast=True), (ROWS, COLUMNS // VECTOR, VECTOR)), 2)
+        summed += of_vector * position[:, None]
+        counted += tl.where(tile % pieces == 0, position, 0)
+    by_program = tl.sum(tl.reshape(summed, (ROWS * COLUMNS // VECTOR,)), 0) + addend * tl.sum(counted, 0)
+    tl.atomic_add(total, by_program, sem="relaxed")
 
 
 def _triton(
-    pool_layer: torch.Tensor,
-    slots: torch.Tensor,
-    first_position: int,
-    elements: int = 4096,
-    num_warps: int = 4,
-    columns: int = 32,
-) -> torch.Tensor:
+    pool_layer: torch.Tensor, slots: torch.Tensor, first_position: int,
+    elements: int = 2048, num_warps: int = 4, columns: int = 32, programs: int = 132 * 8,
+) -> torch.Tensor:  # fmt: skip
     words = _words(pool_layer)
     num_words, device = words.shape[1], words.device
     total = torch.zeros((), dtype=torch.int64, device=device)
     if len(slots):
         rows = min(elements // columns, max(16, triton.next_power_of_2(len(slots)) // 32))
-        _checksum_kernel[(triton.cdiv(num_words, columns), triton.cdiv(len(slots), rows))](
+        pieces = triton.cdiv(num_words, columns)
+        _checksum_kernel[(min(programs, triton.cdiv(len(slots), rows) * pieces),)](
             words, slots, position_weights(first_position, len(slots), device), _column_weights(num_words, device), total,
-            _addend_of_a_row(num_words), len(slots), num_words, rows, columns, 4,
+            _addend_of_a_row(num_words), len(slots), num_words, pieces, rows, columns, 4,
             num_warps=num_warps, **overlap(device),
         )  # fmt: skip
     return total
