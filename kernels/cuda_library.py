@@ -29,7 +29,7 @@ FLAGS = (
 BUILD_TIMEOUT_S = 300
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64}
-_SIGNATURES = {"hr_grouped_fp8": "ppllppplpiiiiiiiiiiiip"}
+_SIGNATURES = {"hr_grouped_fp8": "ppllppplpiiiiiiiiiip"}
 
 _needs_hopper = needs_capability(9, exactly=True)
 

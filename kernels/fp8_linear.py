@@ -88,17 +88,13 @@ class CudaLinear(OneExpert):
 
 
 def tile_for(num_tokens: int, n: int, blocks: int) -> tuple[int, int, int]:
-    """Slabs of 64 rows and columns of a tile, and blocks that share its rows.
-
-    A slab or two are read from memory, whatever is done with them: narrow tiles then spread the weight over more
-    multiprocessors. For the rest, tiles of 128 x 128 until those of 256 x 128 fill the device twice.
-    """
+    """Slabs of 64 rows and columns of a tile, and blocks that share its rows: the smallest tile that gives each of `blocks`
+    multiprocessors at most one, for then a weight is read by as many as can; beyond that the largest tile."""
     slabs = -(-num_tokens // 64)
-    if slabs <= 1:
-        return 1, 64, 1
-    if slabs * 64 * n < 2 * blocks * 256 * 128:
-        return 2, 128 if slabs * n >= blocks * 128 else 64, 1
-    return 4, 128, 2
+    for height, columns in ((1, 64), (1, 128), (2, 64), (2, 128)):
+        if -(-slabs // height) * -(-n // columns) <= blocks:
+            return height, columns, 1
+    return (1, 64, 1) if slabs <= 1 else (4, 128, 1 if slabs <= 16 else 2)
 
 
 class CublasWeight(NamedTuple):

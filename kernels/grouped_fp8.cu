@@ -80,15 +80,15 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
                  : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // At the same barrier of the cluster's block number `block`.
-__device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, int block) {
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int block) {
     asm volatile(
         "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(shared_address(barrier)),
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
         "r"(block)
         : "memory");
 }
@@ -102,13 +102,13 @@ __device__ __forceinline__ void copy_float(uint32_t to, const float* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done = 0;
     do {
         asm volatile(
             "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
             : "=r"(done)
-            : "r"(shared_address(barrier)), "r"(parity)
+            : "r"(barrier), "r"(parity)
             : "memory");
     } while (!done);
 }
@@ -154,15 +154,11 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t place) {
 __device__ __forceinline__ void products_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Until at most so many groups of products are under way.
-template <int kGroups>
-__device__ __forceinline__ void products_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
-}
 
-// Nothing may read `d` before this place: empty statements tie its registers to it.
+// Nothing may read `d` before the products are done: the empty statements tie its registers to this place.
 template <int R>
-__device__ __forceinline__ void products_end(float (&d)[R]) {
+__device__ __forceinline__ void products_wait(float (&d)[R]) {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
     for (int i = 0; i < R; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
@@ -192,29 +188,14 @@ __device__ __forceinline__ void multiply(float (&d)[32], uint64_t a, uint64_t b,
         : "l"(a), "l"(b), "r"(add));
 }
 
-// Warpgroups take turns at the tensor cores, so that one's scaling falls beside the other's products. Left alone they tend
-// to run in step, and the tensor cores then idle while both scale.
-__device__ __forceinline__ void turn_wait(int group) { asm volatile("bar.sync %0, 256;" ::"r"(2 + group) : "memory"); }
-__device__ __forceinline__ void turn_give(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 + group) : "memory"); }
-
-// The sum over one stage's 128 of k into `d`. The turn is given while the last quarters still run: by the time the other
-// group's products arrive, the tensor cores are free.
-template <int kGiveAfter, int R>
-__device__ __forceinline__ void multiply_stage(float (&d)[R], uint32_t a, uint32_t b, bool turns, int group) {
-    if (kGiveAfter && turns) turn_wait(group);
+// The sum over one stage's 128 of k into `d`.
+template <int R>
+__device__ __forceinline__ void multiply_stage(float (&d)[R], uint32_t a, uint32_t b) {
     products_fence();
 #pragma unroll
-    for (int part = 0; part < 4; ++part) {
-        if (kGiveAfter && part == kGiveAfter) products_commit();
-        multiply(d, descriptor(a + 2 * part), descriptor(b + 2 * part), part != 0);
-    }
+    for (int part = 0; part < 4; ++part) multiply(d, descriptor(a + 2 * part), descriptor(b + 2 * part), part != 0);
     products_commit();
-    if (kGiveAfter && turns) {
-        products_wait<1>();
-        turn_give(group ^ 1);
-    }
-    products_wait<0>();
-    products_end(d);
+    products_wait(d);
 }
 
 template <int R>
@@ -380,7 +361,7 @@ __device__ void produce(const CUtensorMap* x_map, const CUtensorMap* w_map, char
             char* to = ring + stage * stage_bytes;
             char* x_to = to + N * kStep + rank * kShare * kStep;
             int row = tile.row + rank * kShare;
-            barrier_wait(&tables.empty[stage], parity);
+            barrier_wait(shared_address(&tables.empty[stage]), parity);
             barrier_expect(full, slabs * kSlabBytes + N * kStep);
             load_box(w_map, to, full, step * kStep, w_row);
             for (int slab = 0; slab < slabs; ++slab) {
@@ -410,7 +391,7 @@ __device__ void fetch_scales(char* ring, Tables& tables, const Problem& problem,
         const float* w_from = problem.w_scale + (long long)(tile.expert * scale_columns + column) * steps;
         const float* x_from = problem.x_scale + tile.expert * problem.x_scale_expert + tile.row;
         for (int step = 0; step < steps; ++step, x_from += problem.x_scale_step) {
-            barrier_wait(&tables.empty[stage], parity);
+            barrier_wait(shared_address(&tables.empty[stage]), parity);
             uint32_t to = scales + stage * stage_bytes;
             for (int i = 0; i < groups; ++i) copy_float(to + i * 128, x_from + min(lane + i * 32, last));
             if (lane == 0) copy_float(shared_address(&tables.w_scale[stage]), w_from + step);
@@ -422,7 +403,7 @@ __device__ void fetch_scales(char* ring, Tables& tables, const Problem& problem,
 
 // A stage may be written again once all warps of all blocks that get its rows have read it.
 template <int kCluster>
-__device__ __forceinline__ void release(uint64_t* empty, int lane) {
+__device__ __forceinline__ void release(uint32_t empty, uint32_t lane) {
     if (kCluster == 1) {
         if (lane == 0) barrier_arrive(empty);
     } else if (lane < kCluster) {
@@ -430,63 +411,79 @@ __device__ __forceinline__ void release(uint64_t* empty, int lane) {
     }
 }
 
-template <int N, int kCluster, int kTurns>
+// Where a consumer is in the ring. All but `scales` is the same for a whole warp.
+struct Reader {
+    uint32_t tiles, scales;              // of the ring's first stage: descriptor of the weights, address of this thread's scales
+    uint32_t full, empty, w_scale;       // addresses of the first stage's
+    uint32_t parity;
+    int stage, stages, stage_bytes;
+};
+
+// All steps of a tile for one warpgroup that has one or two slabs of it, the first of them `first_slab`. With kHalf it
+// takes only the even or the odd steps. Straight code on purpose: branches here cost as much as the scaling.
+template <int N, int kCluster, int kOwn, bool kHalf>
+__device__ __forceinline__ void add_steps(float (&sums)[2][N / 2], Reader& at, int steps, int first_slab, int group,
+                                          uint32_t lane) {
+    float part[N / 2];
+    uint32_t x_part = (N * kStep + first_slab * kSlabBytes) >> 4, scale_part = first_slab * kSlab * 4;
+    for (int step = 0; step < steps; ++step) {
+        uint32_t w_tile = at.tiles + ((at.stage * at.stage_bytes) >> 4), x_tile = w_tile + x_part;
+        uint32_t from = at.scales + at.stage * at.stage_bytes + scale_part, empty = at.empty + 8 * at.stage;
+        barrier_wait(at.full + 8 * at.stage, at.parity);
+        if (kHalf && (step & 1) != group) {
+            release<kCluster>(empty, lane);
+        } else {
+            float w_scale = load_shared(at.w_scale + 4 * at.stage), s0 = load_shared(from), s1 = load_shared(from + 32);
+            float s2 = 0.0f, s3 = 0.0f;
+            if (kOwn == 2) s2 = load_shared(from + 8 * kSlab), s3 = load_shared(from + 8 * kSlab + 32);
+            multiply_stage(part, x_tile, w_tile);
+            if (kOwn == 1) release<kCluster>(empty, lane);
+            add_scaled(sums[0], part, s0 * w_scale, s1 * w_scale);
+            if (kOwn == 2) {
+                multiply_stage(part, x_tile + (2 * kSlabBytes >> 4), w_tile);
+                release<kCluster>(empty, lane);
+                add_scaled(sums[1], part, s2 * w_scale, s3 * w_scale);
+            }
+        }
+        if (++at.stage == at.stages) at.stage = 0, at.parity ^= 1;
+    }
+}
+
+template <int N, int kCluster>
 __device__ void consume(char* ring, char* staging, Tables& tables, const Problem& problem, int rank) {
-    constexpr int kSums = N / 2;         // registers of one thread for one slab
-    // The shuffle tells the compiler that a whole warp agrees on the number, so that addresses stay in uniform registers.
+    // The shuffles tell the compiler that a whole warp agrees on the number, so that addresses stay in uniform registers.
     uint32_t lane = threadIdx.x & 31;
     int which = __shfl_sync(0xffffffff, threadIdx.x >> 5, 0);
     int warp = which & 3, group = (which >> 2) - 1;
     int column_tiles = (problem.n + N * kCluster - 1) / (N * kCluster), steps = (problem.k + kStep - 1) / kStep;
-    int stage_bytes = tables.stage_bytes, stages = tables.stages;
-    uint32_t scales = shared_address(ring) + stage_bytes - kScaleBytes + (warp * 16 + lane / 4) * 4;
-    keep(lane), keep(scales);
     char* own = staging + (group * 4 + warp) * kPieceBytes;
-    int stage = 0, expert = 0;
-    uint32_t parity = 0, ring_place = __shfl_sync(0xffffffff, place(ring), 0);
-    if (kTurns != 0 && group == 1) turn_give(0);
+    int expert = 0;
+    Reader at{};
+    at.stages = tables.stages, at.stage_bytes = tables.stage_bytes;
+    at.tiles = __shfl_sync(0xffffffff, place(ring), 0);
+    at.scales = shared_address(ring) + at.stage_bytes - kScaleBytes + (warp * 16 + lane / 4) * 4;
+    at.full = shared_address(tables.full), at.empty = shared_address(tables.empty);
+    at.w_scale = shared_address(tables.w_scale);
+    keep(lane), keep(at.scales);
     for (int round = 0, t; (t = tile_of(round, kCluster)) < tables.first_tile[problem.experts]; ++round) {
         Tile tile = locate(t, expert, tables, problem, N * kCluster, column_tiles);
         tile.column += rank * N;             // may lie past n where the cluster's other block does not
         int slabs = (tile.row_end - tile.row + kSlab - 1) / kSlab;
         bool alone = slabs == 1;             // then the groups take every second step of the same rows
-        bool first = alone || group < slabs, second = group + 2 < slabs, turns = kTurns != 0 && slabs > 1;
-        int own_slab = alone ? 0 : group;
-        float sums[2][kSums];
+        float sums[2][N / 2];
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) sums[0][i] = sums[1][i] = 0.0f;
-        for (int step = 0; step < steps; ++step) {
-            float part[kSums];
-            uint32_t w_tile = ring_place + ((stage * stage_bytes) >> 4);
-            uint32_t x_tile = w_tile + ((N * kStep + own_slab * kSlabBytes) >> 4);
-            barrier_wait(&tables.full[stage], parity);
-            uint32_t from = scales + stage * stage_bytes + own_slab * kSlab * 4;
-            float s0 = load_shared(from), s1 = load_shared(from + 32), s2 = load_shared(from + 512);
-            float s3 = load_shared(from + 544), w_scale = tables.w_scale[stage];
-            if (first && !(alone && (step & 1) != group)) {
-                multiply_stage<kTurns>(part, x_tile, w_tile, turns, group);
-                if (!second) release<kCluster>(&tables.empty[stage], lane);
-                add_scaled(sums[0], part, s0 * w_scale, s1 * w_scale);
-            } else {
-                release<kCluster>(&tables.empty[stage], lane);
-            }
-            if (second) {
-                multiply_stage<kTurns>(part, x_tile + (2 * kSlabBytes >> 4), w_tile, turns, group);
-                release<kCluster>(&tables.empty[stage], lane);
-                add_scaled(sums[1], part, s2 * w_scale, s3 * w_scale);
-            } else if (turns && slabs == 3) {
-                turn_wait(group), turn_give(group ^ 1);
-            }
-            if (++stage == stages) stage = 0, parity ^= 1;
-        }
-        int store_row = tile.row + own_slab * kSlab + warp * 16;
+        for (int i = 0; i < N / 2; ++i) sums[0][i] = sums[1][i] = 0.0f;
+        if (group + 2 < slabs) add_steps<N, kCluster, 2, false>(sums, at, steps, group, group, lane);
+        else if (alone) add_steps<N, kCluster, 1, true>(sums, at, steps, 0, group, lane);
+        else add_steps<N, kCluster, 1, false>(sums, at, steps, group, group, lane);
+        int store_row = tile.row + (alone ? 0 : group) * kSlab + warp * 16;
         if (alone) add_other_group<N>(sums[0], staging, group, warp, lane);
-        if (first && !(alone && group == 1)) store_slab<N>(sums[0], own, problem, store_row, tile.row_end, tile.column, lane);
-        if (second) store_slab<N>(sums[1], own, problem, store_row + 128, tile.row_end, tile.column, lane);
+        if (group < slabs) store_slab<N>(sums[0], own, problem, store_row, tile.row_end, tile.column, lane);
+        if (group + 2 < slabs) store_slab<N>(sums[1], own, problem, store_row + 128, tile.row_end, tile.column, lane);
     }
 }
 
-template <int N, int kCluster, int kTurns>
+template <int N, int kCluster>
 __global__ void __launch_bounds__(kThreads, 1)
     grouped(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
             const __grid_constant__ Problem problem) {
@@ -502,8 +499,6 @@ __global__ void __launch_bounds__(kThreads, 1)
         barrier_init(&tables.empty[threadIdx.x], kConsumers * 4 * kCluster);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    // Launched early, a kernel comes this far while the one before it ends; the next may do the same with this one.
-    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
     fill_tables(tables, problem, (problem.n + N * kCluster - 1) / (N * kCluster), N * kStep);
     if (kCluster > 1) cluster_sync();
     if (threadIdx.x < 128) {
@@ -513,7 +508,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             fetch_scales<N, kCluster>(ring, tables, problem, rank, threadIdx.x - 32);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        consume<N, kCluster, kTurns>(ring, staging, tables, problem, rank);
+        consume<N, kCluster>(ring, staging, tables, problem, rank);
     }
     __syncwarp();
     if (kCluster > 1) cluster_sync();    // nothing may still be on its way to a block that has left
@@ -545,28 +540,25 @@ constexpr int kSharedLimit = 227 * 1024;
 static_assert(kSharedLimit - int(sizeof(Tables)) - 1024 - 8 * kPieceBytes >=
               4 * (kMaxSlabs * kSlabBytes + 128 * kStep + kScaleBytes));
 
-template <int N, int kCluster, int kTurns>
-int launch(const CUtensorMap& x_map, const CUtensorMap& w_map, Problem problem, int blocks, bool early,
-           cudaStream_t stream) {
+template <int N, int kCluster>
+int launch(const CUtensorMap& x_map, const CUtensorMap& w_map, Problem problem, int blocks, cudaStream_t stream) {
     int staging = kConsumers * 4 * kPieceBytes;
     problem.ring_bytes = (kSharedLimit - int(sizeof(Tables)) - 1024 - staging) / 1024 * 1024;
     int shared = problem.ring_bytes + staging + 1024;
-    auto kernel = grouped<N, kCluster, kTurns>;
+    auto kernel = grouped<N, kCluster>;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     if (error != cudaSuccess) return error;
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim.x = kCluster;
-    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = kCluster;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(blocks / kCluster * kCluster);
     config.blockDim = dim3(kThreads);
     config.dynamicSmemBytes = shared;
     config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = early ? 2 : 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
     return cudaLaunchKernelEx(&config, kernel, x_map, w_map, problem);
 }
 
@@ -575,8 +567,8 @@ int launch(const CUtensorMap& x_map, const CUtensorMap& w_map, Problem problem, 
 // 0, or a CUDA error (runtime errors as they are, driver errors plus 100000, -1 for no encoder, -2 for bad sizes).
 extern "C" int hr_grouped_fp8(const void* x, const float* x_scale, long long x_scale_step, long long x_scale_expert,
                               const void* w, const float* w_scale, void* out, long long out_stride, const int* bounds,
-                              int mode, int rows, int experts, int n, int k, int slabs, int columns, int group, int turns,
-                              int cluster, int early, int blocks, void* stream) {
+                              int mode, int rows, int experts, int n, int k, int slabs, int columns, int group,
+                              int cluster, int blocks, void* stream) {
     if (rows == 0 || n == 0) return 0;
     if (experts < 1 || experts > kMaxExperts || slabs < 1 || slabs > kMaxSlabs || k % 16 || n % 8) return -2;
     if (encoder() == nullptr) return -1;
@@ -587,14 +579,10 @@ extern "C" int hr_grouped_fp8(const void* x, const float* x_scale, long long x_s
     Problem problem{x_scale, w_scale, static_cast<__nv_bfloat16*>(out), bounds, x_scale_step, x_scale_expert, out_stride,
                     rows,    experts, n, k, mode, slabs, 0, group};
     cudaStream_t on = static_cast<cudaStream_t>(stream);
-    switch (columns * 100 + cluster * 10 + turns) {
-        case 6410: return launch<64, 1, 0>(x_map, w_map, problem, blocks, early, on);
-        case 6413: return launch<64, 1, 3>(x_map, w_map, problem, blocks, early, on);
-        case 12810: return launch<128, 1, 0>(x_map, w_map, problem, blocks, early, on);
-        case 12813: return launch<128, 1, 3>(x_map, w_map, problem, blocks, early, on);
-        case 12820: return launch<128, 2, 0>(x_map, w_map, problem, blocks, early, on);
-        case 12822: return launch<128, 2, 2>(x_map, w_map, problem, blocks, early, on);
-        case 12823: return launch<128, 2, 3>(x_map, w_map, problem, blocks, early, on);
+    switch (columns * 10 + cluster) {
+        case 641: return launch<64, 1>(x_map, w_map, problem, blocks, on);
+        case 1281: return launch<128, 1>(x_map, w_map, problem, blocks, on);
+        case 1282: return launch<128, 2>(x_map, w_map, problem, blocks, on);
         default: return -2;
     }
 }

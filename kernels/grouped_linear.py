@@ -32,8 +32,6 @@ DENSE, CONTIGUOUS_MODE, MASKED_MODE = 0, 1, 2  # as in grouped_fp8.cu
 ROW_TILES_TOGETHER = 8  # whose columns are walked together, for the L2 cache
 FEW_ROWS = 64  # an expert: narrow tiles in Triton
 CLUSTER = 2  # blocks that share rows
-EARLY = False  # programmatic dependent launch
-TURNS = 3  # quarters of a warpgroup's products after which the other's may start; 0 leaves them alone
 
 
 def row_multiple_for(rows_per_expert: int) -> int:
@@ -95,14 +93,11 @@ def launch_cuda(
     *,
     slabs: int = 4,
     columns: int = 128,
-    turns: int = TURNS,
     together: int = ROW_TILES_TOGETHER,
     cluster: int = CLUSTER,
-    early: bool = EARLY,
 ) -> torch.Tensor:
-    """The kernel of grouped_fp8.cu. Tiles are 64 * `slabs` rows at most by `columns` (64 or 128). `together` row tiles
-    share a walk over the columns; `cluster` blocks (1 or 2) share a tile's rows; `early` lets the kernel start beside the
-    end of the one before it. The choices that are compiled are listed at the end of the source."""
+    """The kernel of grouped_fp8.cu. Tiles are 64 * `slabs` rows at most (1 to 4) by `columns` (64 or 128). `together` row
+    tiles share a walk over the columns; `cluster` blocks (1 or 2; 1 with 64 columns) share a tile's rows."""
     if columns != 128:
         cluster = 1
     layout = Layout(rows, weight, mode)
@@ -112,7 +107,7 @@ def launch_cuda(
         rows.data.data_ptr(), rows.scale.data_ptr(), layout.scale_step, layout.scale_expert,
         weight.data.data_ptr(), weight.scale.data_ptr(), out.data_ptr(), out.stride(-2),
         None if bounds is None else bounds.data_ptr(), mode, layout.num_rows, layout.experts, layout.n, layout.k,
-        slabs, columns, together, turns, cluster, early, cuda_library.multiprocessors(device),
+        slabs, columns, together, cluster, cuda_library.multiprocessors(device),
         torch.cuda.current_stream(device).cuda_stream,
     )  # fmt: skip
     cuda_library.check(code)

@@ -58,5 +58,7 @@ def _check(linear, rows, weight):
 
 def test_tiles_fill_the_multiprocessors():
     assert fp8_linear.tile_for(65536, 4096, 132) == (4, 128, 2)
-    assert fp8_linear.tile_for(256, 2112, 132)[:2] == (2, 64)
+    assert fp8_linear.tile_for(256, 2112, 132) == (1, 64, 1)
+    assert fp8_linear.tile_for(256, 4096, 132) == (1, 128, 1)
+    assert fp8_linear.tile_for(256, 7168, 132) == (2, 128, 1)
     assert fp8_linear.tile_for(1, 24576, 132) == (1, 64, 1)
