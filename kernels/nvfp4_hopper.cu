@@ -15,7 +15,7 @@
 //
 // One block of threads per multiprocessor takes a run of strips, four at a time. A producer thread keeps a ring of stages
 // full through the bulk copy engine; four warpgroups multiply a strip each, or two warpgroups two strips where there are
-// many rows. Two blocks may share their rows of x: each reads half of them for both.
+// many rows. (Two blocks sharing their rows of x by multicast took half as long again: seen on an H200.)
 
 #include <cuda.h>
 #include <cuda_bf16.h>
@@ -111,25 +111,6 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The same barrier of another block of the cluster.
-__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}\n" ::"r"(barrier),
-        "r"(rank)
-        : "memory");
-}
-
-__device__ __forceinline__ uint32_t cluster_rank() {
-    uint32_t rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done = 0;
     do {
@@ -155,22 +136,12 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, in
         : "memory");
 }
 
-// To the same place of both blocks of a pair; each one's barrier hears of it.
-__device__ __forceinline__ void copy_box_to_both(uint32_t to, const CUtensorMap* map, int k, int row, uint32_t barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(k), "r"(row), "h"(static_cast<uint16_t>(3))
-        : "memory");
-}
-
 // Waits until the launch before this one has ended and its memory is seen; at once where launches do not overlap.
 __device__ __forceinline__ void wait_for_previous_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_next_launch_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 struct Ring {
     uint32_t full = 0, empty = 0, data = 0;     // shared addresses
-    uint32_t peer = 0;                          // the other block's rank, where two share their rows
     int stage_bytes = 0, stages = 0;
     int stage = 0;
     uint32_t parity = 0;
@@ -178,11 +149,6 @@ struct Ring {
     __device__ __forceinline__ uint32_t full_barrier() const { return full + 8 * stage; }
     __device__ __forceinline__ uint32_t empty_barrier() const { return empty + 8 * stage; }
     __device__ __forceinline__ uint32_t here() const { return data + stage * stage_bytes; }
-    template <bool PAIR>
-    __device__ __forceinline__ void release(uint32_t barrier) const {
-        barrier_arrive(barrier);
-        if (PAIR) barrier_arrive_at(barrier, peer);
-    }
     __device__ __forceinline__ void next() {
         if (++stage == stages) {
             stage = 0;
@@ -290,7 +256,7 @@ __device__ __forceinline__ uint32_t load4(uint32_t address) {
 
 // With one strip a warpgroup, four of them hide each other's waits; with two, products run while the next are made ready.
 // X8: the fp16 rows come in a ring of their own, `tiles`.
-template <int STRIPS, int MOST, int N, bool X8, bool PAIR>
+template <int STRIPS, int MOST, int N, bool X8>
 __device__ __forceinline__ void multiply_tile(float (&sum)[STRIPS][N / 2], Ring& ring, Ring& tiles, int chunks,
                                               uint32_t strips_at, int thread) {
     constexpr int kInFlight = STRIPS - 1;
@@ -325,7 +291,7 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[STRIPS][N / 2], Ring&
                 products_commit();
                 products_wait<kInFlight>();
                 if (kInFlight && s == 0 && half == 0 && released && first_lane) {
-                    ring.release<PAIR>(released);
+                    barrier_arrive(released);
                     if (X8) barrier_arrive(released_tile);
                 }
             }
@@ -333,7 +299,7 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[STRIPS][N / 2], Ring&
         released = ring.empty_barrier();
         released_tile = tiles.empty_barrier();
         if (!kInFlight && first_lane) {
-            ring.release<PAIR>(released);
+            barrier_arrive(released);
             if (X8) barrier_arrive(released_tile);
         }
         ring.next();
@@ -341,7 +307,7 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[STRIPS][N / 2], Ring&
     }
     if (kInFlight) products_wait<0>();
     if (kInFlight && released && first_lane) {
-        ring.release<PAIR>(released);
+        barrier_arrive(released);
         if (X8) barrier_arrive(released_tile);
     }
 }
@@ -374,11 +340,11 @@ __device__ __forceinline__ void store_tile(const Problem& p, float (&sum)[N / 2]
 }
 
 // `scales`: of e4m3 rows, in shared memory.
-template <int STRIPS, int MOST, int N, bool X8, bool PAIR>
+template <int STRIPS, int MOST, int N, bool X8>
 __device__ __forceinline__ void consume(const Problem& p, Ring& ring, Ring& tiles, int expert, int strip,
                                         uint32_t strips_at, Span span, int first_row, const float* scales, int thread) {
     float sum[STRIPS][N / 2];
-    multiply_tile<STRIPS, MOST, N, X8, PAIR>(sum, ring, tiles, part_of(p).chunks, strips_at, thread);
+    multiply_tile<STRIPS, MOST, N, X8>(sum, ring, tiles, part_of(p).chunks, strips_at, thread);
     if (!X8) {
         wait_for_previous_launch();
         scales = p.row_scale + span.x_begin + first_row;
@@ -387,11 +353,11 @@ __device__ __forceinline__ void consume(const Problem& p, Ring& ring, Ring& tile
     for (int s = 0; s < STRIPS; ++s) store_tile<N>(p, sum[s], expert, strip + s, span, first_row, scales, thread);
 }
 
-template <bool X8, bool PAIR>
+template <bool X8>
 __device__ __forceinline__ void skip_tile(Ring& ring, Ring& tiles, int chunks, int thread) {
     for (int chunk = 0; chunk < chunks; ++chunk) {
         barrier_wait(ring.full_barrier(), ring.parity);
-        if (thread % 32 == 0) ring.release<PAIR>(ring.empty_barrier());
+        if (thread % 32 == 0) barrier_arrive(ring.empty_barrier());
         ring.next();
         if (!X8) continue;
         barrier_wait(tiles.full_barrier(), tiles.parity);
@@ -437,7 +403,7 @@ __device__ __forceinline__ float largest(const float* scale, long long step, int
 }
 
 // A thread widens both halves of one or more rows, or one half where there are few rows.
-template <int N, bool PAIR>
+template <int N>
 __device__ __forceinline__ void convert_all(const Problem& p, Ring& ring, Ring& tiles, float* scales, int first, int last,
                                             int thread) {
     constexpr int kRowsEach = N > kConverters ? N / kConverters : 1, kHalves = N < kConverters ? 1 : 2;
@@ -482,7 +448,7 @@ __device__ __forceinline__ void convert_all(const Problem& p, Ring& ring, Ring& 
                 __syncwarp();
                 if (thread % 32 == 0) {
                     barrier_arrive(tiles.full_barrier());
-                    ring.release<PAIR>(ring.empty_barrier());
+                    barrier_arrive(ring.empty_barrier());
                 }
                 ring.next();
                 tiles.next();
@@ -491,7 +457,7 @@ __device__ __forceinline__ void convert_all(const Problem& p, Ring& ring, Ring& 
     }
 }
 
-template <int N, bool X8, bool PAIR>
+template <int N, bool X8>
 __device__ __forceinline__ void produce(const Problem& p, const CUtensorMap* map, Ring& ring, int first, int last) {
     constexpr int kRowBytes = X8 ? N * 128 : N * 256;
     bool waited = X8;
@@ -516,12 +482,8 @@ __device__ __forceinline__ void produce(const Problem& p, const CUtensorMap* map
                 if (!waited) wait_for_previous_launch();
                 waited = true;
                 if (X8) {
-                    for (int i = PAIR ? 1 - ring.peer : 0; i < boxes; i += PAIR ? 2 : 1) {
-                        uint32_t to = here + i * kBoxRows * 128;
-                        int at = span.out_begin + row + i * kBoxRows;
-                        if (PAIR) copy_box_to_both(to, map, chunk * kStep, at, full);
-                        else copy_box(to, map, chunk * kStep, at, full);
-                    }
+                    for (int i = 0; i < boxes; ++i)
+                        copy_box(here + i * kBoxRows * 128, map, chunk * kStep, span.out_begin + row + i * kBoxRows, full);
                 } else {
                     for (int half = 0; half < 2; ++half)
                         copy_in(here + half * N * 128, x + (2ll * chunk + half) * p.x_rows * 128, x_bytes / 2, full);
@@ -532,7 +494,7 @@ __device__ __forceinline__ void produce(const Problem& p, const CUtensorMap* map
     }
 }
 
-template <int GROUPS, int N, bool X8, bool PAIR>
+template <int GROUPS, int N, bool X8>
 __device__ __forceinline__ void consume_all(const Problem& p, Ring& ring, Ring& tiles, const float* scales, int first,
                                             int last) {
     constexpr int kEach = kStripsTogether / GROUPS;
@@ -548,19 +510,19 @@ __device__ __forceinline__ void consume_all(const Problem& p, Ring& ring, Ring& 
         for (int row = 0; row < span.count; row += N, slot = (slot + 1) % kScaleSlots) {
             bool few = span.count - row <= N / 2;
             const float* its = scales + slot * N;
-            if (mine <= 0) skip_tile<X8, PAIR>(ring, tiles, part_of(p).chunks, thread);
+            if (mine <= 0) skip_tile<X8>(ring, tiles, part_of(p).chunks, thread);
             else if (mine == 1 && few)
-                consume<1, N, N / 2, X8, PAIR>(p, ring, tiles, expert, at, strips_at, span, row, its, thread);
-            else if (mine == 1) consume<1, N, N, X8, PAIR>(p, ring, tiles, expert, at, strips_at, span, row, its, thread);
+                consume<1, N, N / 2, X8>(p, ring, tiles, expert, at, strips_at, span, row, its, thread);
+            else if (mine == 1) consume<1, N, N, X8>(p, ring, tiles, expert, at, strips_at, span, row, its, thread);
             else if (few)
-                consume<kEach, N, N / 2, X8, PAIR>(p, ring, tiles, expert, at, strips_at, span, row, its, thread);
-            else consume<kEach, N, N, X8, PAIR>(p, ring, tiles, expert, at, strips_at, span, row, its, thread);
+                consume<kEach, N, N / 2, X8>(p, ring, tiles, expert, at, strips_at, span, row, its, thread);
+            else consume<kEach, N, N, X8>(p, ring, tiles, expert, at, strips_at, span, row, its, thread);
         }
     }
 }
 
 // GROUPS warpgroups multiply; of another one thread fills the ring and, for e4m3 rows, two warps widen them.
-template <int GROUPS, int N, bool X8, bool PAIR>
+template <int GROUPS, int N, bool X8>
 __global__ void __launch_bounds__(128 * GROUPS + 128, 1)
     multiply_kernel(const Problem p, const __grid_constant__ CUtensorMap map) {
     extern __shared__ uint8_t memory[];
@@ -581,7 +543,7 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < p.stages; ++i) {
             barrier_init(ring.full + 8 * i, 1);
-            barrier_init(ring.empty + 8 * i, (PAIR ? 2 : 1) * (kWarps + (X8 ? kConverters / 32 : 0)));
+            barrier_init(ring.empty + 8 * i, kWarps + (X8 ? kConverters / 32 : 0));
         }
         for (int i = 0; i < kTiles; ++i) {
             barrier_init(tiles.full + 8 * i, kConverters / 32);
@@ -590,24 +552,20 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, 1)
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
-    ring.peer = PAIR ? cluster_rank() ^ 1 : 0;
-    if (PAIR) cluster_sync();
-    else __syncthreads();
+    __syncthreads();
     let_next_launch_begin();
     if (X8) wait_for_previous_launch();
     int first = blockIdx.x * p.strips_each, last = min(first + p.strips_each, p.experts * p.strips);
     if (threadIdx.x >= 128 * GROUPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 4 ? 64 : X8 ? 72 : 24));
         int thread = threadIdx.x - 128 * GROUPS;
-        if (thread == 0) produce<N, X8, PAIR>(p, &map, ring, first, last);
+        if (thread == 0) produce<N, X8>(p, &map, ring, first, last);
         else if (X8 && thread >= 128 - kConverters)
-            convert_all<N, PAIR>(p, ring, tiles, scales, first, last, thread - (128 - kConverters));
+            convert_all<N>(p, ring, tiles, scales, first, last, thread - (128 - kConverters));
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 4 ? 104 : X8 ? 216 : 240));
-        consume_all<GROUPS, N, X8, PAIR>(p, ring, tiles, scales, first, last);
+        consume_all<GROUPS, N, X8>(p, ring, tiles, scales, first, last);
     }
-    __syncwarp();
-    if (PAIR) cluster_sync();                   // the other may still copy to here, and arrive
 }
 
 // ---- bf16 rows to fp16 ----
@@ -725,27 +683,25 @@ Encode encoder() {
     return found;
 }
 
-template <int GROUPS, int N, bool X8, bool PAIR>
+template <int GROUPS, int N, bool X8>
 int launch(Problem& p, const CUtensorMap& map, int parts, bool overlap, cudaStream_t stream) {
     int stage_bytes = (X8 ? N * 128 : N * 256) + kStripsTogether * kStripBytes, tile_bytes = X8 ? kTiles * N * 256 : 0;
     int room = 227 * 1024 - 1024 - 512 - (X8 ? kScaleSlots * N * 4 : 0) - tile_bytes;
     p.stages = room / stage_bytes < kMaxStages ? room / stage_bytes : kMaxStages;
     int bytes = p.stages * stage_bytes + tile_bytes + 1024, strips = p.experts * p.strips;
-    auto kernel = multiply_kernel<GROUPS, N, X8, PAIR>;
+    auto kernel = multiply_kernel<GROUPS, N, X8>;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {PAIR ? 2u : 1u, 1, 1};
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3((strips + p.strips_each - 1) / p.strips_each, parts);
     config.blockDim = dim3(128 * GROUPS + 128);
     config.dynamicSmemBytes = bytes;
     config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = overlap ? 2 : 1;
+    config.attrs = &attribute;
+    config.numAttrs = overlap ? 1 : 0;
     error = cudaLaunchKernelEx(&config, kernel, p, map);
     if (error == cudaSuccess && parts > 1)
         add_kernel<<<((long long)p.rows * p.n / 2 + 255) / 256, 256, 0, stream>>>(p, parts);
@@ -755,19 +711,18 @@ int launch(Problem& p, const CUtensorMap& map, int parts, bool overlap, cudaStre
 int launch_prepared(Problem& p, int tile, int parts, bool overlap, cudaStream_t stream) {
     CUtensorMap none{};
     switch (tile) {
-        case 32: return launch<4, 32, false, false>(p, none, parts, overlap, stream);
-        case 64: return launch<4, 64, false, false>(p, none, parts, overlap, stream);
-        case 128: return launch<2, 128, false, false>(p, none, parts, overlap, stream);
+        case 32: return launch<4, 32, false>(p, none, parts, overlap, stream);
+        case 64: return launch<4, 64, false>(p, none, parts, overlap, stream);
+        case 128: return launch<2, 128, false>(p, none, parts, overlap, stream);
         default: return -2;
     }
 }
 
-template <bool PAIR>
 int launch_fp8(Problem& p, const CUtensorMap& map, int tile, int parts, bool overlap, cudaStream_t stream) {
     switch (tile) {
-        case 32: return launch<4, 32, true, PAIR>(p, map, parts, overlap, stream);
-        case 64: return launch<4, 64, true, PAIR>(p, map, parts, overlap, stream);
-        case 128: return launch<2, 128, true, PAIR>(p, map, parts, overlap, stream);
+        case 32: return launch<4, 32, true>(p, map, parts, overlap, stream);
+        case 64: return launch<4, 64, true>(p, map, parts, overlap, stream);
+        case 128: return launch<2, 128, true>(p, map, parts, overlap, stream);
         default: return -2;
     }
 }
@@ -776,18 +731,16 @@ int launch_fp8(Problem& p, const CUtensorMap& map, int tile, int parts, bool ove
 
 // x: what hr_nvfp4_rows made or, with x_scale, e4m3 rows x_stride bytes apart. tile: most rows of x multiplied at once: 32,
 // 64 or 128. strips_each: of one block of threads. parts: of k, for as many blocks; more than one only where dense, with
-// `partial` of parts * rows * n floats. pair: two blocks share their e4m3 rows; only where an expert's strips are a multiple
-// of 2 * strips_each. overlap: begin while the launch before still runs; allowed right after hr_nvfp4_rows. 0, a CUDA error,
+// `partial` of parts * rows * n floats. overlap: begin while the launch before still runs; allowed right after hr_nvfp4_rows. 0, a CUDA error,
 // a driver's error + 100000, -1 without tensor maps, or -2 for sizes that it does not take.
 extern "C" int hr_nvfp4_multiply(const void* weight, const void* x, void* row_scale, const void* x_scale,
                                  long long x_stride, long long scale_step, long long scale_expert,
                                  const void* global_scale, const void* bounds, void* out, void* partial,
                                  long long out_stride, int mode, int rows, int x_rows, int experts, int n, int k, int tile,
-                                 int strips_each, int parts, int pair, int overlap, void* stream) {
+                                 int strips_each, int parts, int overlap, void* stream) {
     int strips = (n + kStrip - 1) / kStrip;
     if (k % kStep || n % 2 || strips_each < 1 || parts < 1 || (parts > 1 && (mode != kDense || !partial))) return -2;
     if ((parts - 1) * ((k / kStep + parts - 1) / parts) >= k / kStep) return -2;
-    if (pair && (!x_scale || strips % (2 * strips_each))) return -2;
     Problem p{static_cast<const uint8_t*>(weight), static_cast<const uint8_t*>(x), static_cast<const float*>(row_scale),
               static_cast<const float*>(global_scale), static_cast<const int*>(bounds), static_cast<__nv_bfloat16*>(out),
               parts > 1 ? static_cast<float*>(partial) : nullptr, out_stride, static_cast<const float*>(x_scale), scale_step,
@@ -804,5 +757,5 @@ extern "C" int hr_nvfp4_multiply(const void* weight, const void* x, void* row_sc
                               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (made != CUDA_SUCCESS) return 100000 + made;
-    return pair ? launch_fp8<true>(p, map, tile, parts, overlap, on) : launch_fp8<false>(p, map, tile, parts, overlap, on);
+    return launch_fp8(p, map, tile, parts, overlap, on);
 }

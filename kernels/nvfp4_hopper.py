@@ -36,7 +36,6 @@ from kernels.triton_support import needs_capability
 DENSE, CONTIGUOUS, MASKED = 0, 1, 2  # as in nvfp4_hopper.cu
 STRIP, STEP, STRIP_BYTES = 64, 128, 4608
 TILES = (32, 64, 128)
-PAIR_ROWS = 1 << 30  # from which many rows on two blocks of threads share them
 
 _needs_hopper = needs_capability(9, exactly=True)
 
@@ -110,12 +109,10 @@ def multiply(
     *,
     tile: int | None = None,
     split: tuple[int, int] | None = None,
-    pair: bool | None = None,
     overlap: bool = True,
 ) -> torch.Tensor:
-    """`tile` rows are multiplied at once: by default the fewest of TILES that hold a typical expert's rows. `split`: see
-    `split_for`. `pair`: two blocks of threads share their rows, by default where there are PAIR_ROWS and the strips allow.
-    `overlap`: the product's launch begins while the rows' launch still runs."""
+    """`tile` rows are multiplied at once, `tile_for` by default; `split` as `split_for` says. `overlap`: the launch may begin
+    while the one before still runs (it waits for its results)."""
     data, scale = rows if isinstance(rows, Fp8Rows) else (rows, None)
     experts, num_rows, k = len(w.data), data.shape[-2], data.shape[-1]
     _check(data, scale, w, mode, out)
@@ -126,41 +123,18 @@ def multiply(
     processors = cuda_library.multiprocessors(data.device)
     most_parts = 1 if mode != DENSE else k // STEP
     each, parts = split or split_for(experts * w.data.shape[1], k // STEP, min(num_rows, tile), most_parts, processors)
-    if pair is None:
-        pair = scale is not None and min(num_rows, tile) >= PAIR_ROWS and w.data.shape[1] % (2 * each) == 0
     x_rows = -(-num_rows // 8) * 8 * (experts if mode == MASKED else 1)
     row_scale = torch.empty(x_rows, dtype=torch.float32, device=data.device)
     partial = torch.empty(parts, num_rows, w.n, device=data.device) if parts > 1 else None
     stream = torch.cuda.current_stream(data.device).cuda_stream
     x = data if scale is not None else _halves(data, bounds, mode, experts, row_scale, stream)
     steps = (0, 0) if scale is None else (scale.stride(-1), scale.stride(0) if mode == MASKED else 0)
-    _raise(
-        library().hr_nvfp4_multiply(
-            w.data.data_ptr(),
-            x.data_ptr(),
-            row_scale.data_ptr(),
-            None if scale is None else scale.data_ptr(),
-            data.stride(-2) * data.element_size(),
-            *steps,
-            w.global_scale.data_ptr(),
-            _pointer(bounds),
-            out.data_ptr(),
-            _pointer(partial),
-            out.stride(-2),
-            mode,
-            num_rows,
-            x_rows,
-            experts,
-            w.n,
-            k,
-            tile,
-            each,
-            parts,
-            pair,
-            overlap,
-            stream,
-        )  # fmt: skip
-    )
+    code = library().hr_nvfp4_multiply(
+        w.data.data_ptr(), x.data_ptr(), row_scale.data_ptr(), _pointer(scale), data.stride(-2) * data.element_size(),
+        *steps, w.global_scale.data_ptr(), _pointer(bounds), out.data_ptr(), _pointer(partial), out.stride(-2), mode,
+        num_rows, x_rows, experts, w.n, k, tile, each, parts, overlap, stream,
+    )  # fmt: skip
+    _raise(code)
     return out
 
 
@@ -181,21 +155,11 @@ def _halves(
 ) -> torch.Tensor:
     """bf16 rows as the products read them, [k / 64, rows, 64] fp16; writes their scales."""
     x = torch.empty(data.shape[-1] // 64, len(row_scale), 64, dtype=torch.float16, device=data.device)
-    _raise(
-        library().hr_nvfp4_rows(
-            data.data_ptr(),
-            data.stride(-2) * data.element_size(),
-            _pointer(bounds),
-            mode,
-            data.shape[-2],
-            len(row_scale),
-            experts,
-            data.shape[-1],
-            x.data_ptr(),
-            row_scale.data_ptr(),
-            stream,
-        )  # fmt: skip
-    )
+    code = library().hr_nvfp4_rows(
+        data.data_ptr(), data.stride(-2) * data.element_size(), _pointer(bounds), mode, data.shape[-2], len(row_scale),
+        experts, data.shape[-1], x.data_ptr(), row_scale.data_ptr(), stream,
+    )  # fmt: skip
+    _raise(code)
     return x
 
 
@@ -242,7 +206,7 @@ def split_for(strips: int, chunks: int, rows: int, most_parts: int, processors: 
 
 
 SOURCE = Path(__file__).with_name("nvfp4_hopper.cu")
-_SIGNATURES = {"hr_nvfp4_rows": "plpiiiiippp", "hr_nvfp4_multiply": "pppplllppppliiiiiiiiiiip"}
+_SIGNATURES = {"hr_nvfp4_rows": "plpiiiiippp", "hr_nvfp4_multiply": "pppplllppppliiiiiiiiiip"}
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64}
 
 
