@@ -1,7 +1,7 @@
 """NVFP4 on this GPU: the row quantiser, and products with NVFP4 weights beside the same products with FP8 weights.
 
 The weights' bytes set the limit at few rows an expert: codes and scales read once, rows read once, results written once.
-FP8 rows of the same op are timed in the same run (`fp8 <back end>`), and so is torch in bf16.
+The same products with FP8 weights are timed in the same run (`fp8 <back end>`; for one matrix, torch in bf16).
 """
 
 from __future__ import annotations
@@ -110,10 +110,11 @@ def _linear(device: torch.device, n: int, k: int, ceilings: Ceilings, progress: 
     prepared = {b.name: [b.run.prepare(w) for w in weights] for b in _usable(nvfp4_linear.LINEAR_BACKENDS, device)}
     for count in LINEAR_ROWS:
         x = torch.randn(count, k, device=device).bfloat16()
-        expected = x.float() @ nvfp4.dequantise(weights[0]).T
+        rows = fp8.reference(x)  # what the model hands over
+        expected = fp8.dequantise_rows(rows) @ nvfp4.dequantise(weights[0]).T
         candidates = []
         for backend in _usable(nvfp4_linear.LINEAR_BACKENDS, device):
-            calls = [lambda w=w, run=backend.run.run, x=x: run(x, w) for w in prepared[backend.name]]
+            calls = [lambda w=w, run=backend.run.run, rows=rows: run(rows, w) for w in prepared[backend.name]]
             candidates.append(
                 Candidate(
                     backend.name, calls, relative_error(calls[0](), expected), public=backend.name == "flashinfer"
@@ -124,7 +125,7 @@ def _linear(device: torch.device, n: int, k: int, ceilings: Ceilings, progress: 
         candidates.append(
             Candidate("torch bf16", calls, relative_error(calls[0](), x.float() @ wide[0].float().T), True, notes=notes)
         )
-        limit = ceilings.limit_us(num_bytes + 2 * count * (n + k), 2 * count * n * k)
+        limit = ceilings.limit_us(num_bytes + count * (k + 2 * n), 2 * count * n * k)
         made += rows_of("nvfp4_linear", f"{count} x [{n}, {k}]", candidates, limit, progress=progress)
     return made
 
