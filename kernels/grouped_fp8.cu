@@ -45,9 +45,14 @@ struct Problem {
     int ring_bytes, group;
 };
 
+constexpr int kMaxSegments = 2 * kMaxExperts;
+
+// A segment is row tiles of one height of one expert: all of its tiles, or all but the last and the last.
 struct Tables {
-    int first_tile[kMaxExperts + 1], begin[kMaxExperts], end[kMaxExperts];
-    int stage_bytes, stages;
+    int begin[kMaxExperts], end[kMaxExperts];  // rows of an expert
+    int first_tile[kMaxSegments + 1], first_row[kMaxSegments], row_end[kMaxSegments], expert[kMaxSegments];
+    int slabs[kMaxSegments];             // of each of its tiles
+    int tiles, stage_bytes, stages;
     uint64_t full[kMaxStages], empty[kMaxStages];
     float w_scale[kMaxStages];
 };
@@ -235,17 +240,66 @@ __device__ __forceinline__ void add_other_group(float (&sum)[N / 2], char* stagi
 
 // ---- tiles ----
 
-// Row tiles of an expert with so many rows, and slabs of each.
-__device__ __forceinline__ int tiles_of(int rows, int most_slabs) {
-    return ((max(rows, 0) + kSlab - 1) / kSlab + most_slabs - 1) / most_slabs;
+// How an expert's rows are cut: `tiles` row tiles of `slabs` each, then `last` slabs in one more when they are fewer. As few
+// tiles as `most` slabs allow, and those of one height as far as that goes.
+struct Cut {
+    int tiles, slabs, last;
+};
+
+__host__ __device__ __forceinline__ Cut cut_of(int rows, int most) {
+    int all = (rows + kSlab - 1) / kSlab, tiles = (all + most - 1) / most;
+    if (tiles == 0) return {0, 0, 0};
+    int slabs = (all + tiles - 1) / tiles, last = all - (tiles - 1) * slabs;
+    return last == slabs ? Cut{tiles, slabs, 0} : Cut{tiles - 1, slabs, last};
 }
 
-__device__ __forceinline__ int slabs_of(int rows, int tiles) {
-    return tiles == 0 ? 0 : ((rows + kSlab - 1) / kSlab + tiles - 1) / tiles;
+// Segments in the order in which they are worked off: the highest tiles first, so that small ones fill the last round;
+// among equals whole experts before remainders, then by number. Fills what expert `e` has.
+__host__ __device__ __forceinline__ void place_segments(Tables& tables, int e, int experts, int most, int column_tiles) {
+    Cut own = cut_of(tables.end[e] - tables.begin[e], most);
+    int before[2] = {0, 0}, tiles[2] = {0, 0};  // segments and row tiles before the whole part, before the remainder
+    for (int other = 0; other < experts; ++other) {
+        Cut its = cut_of(tables.end[other] - tables.begin[other], most);
+        if (its.tiles > 0 && (its.slabs > own.slabs || (its.slabs == own.slabs && other < e)))
+            ++before[0], tiles[0] += its.tiles;
+        if (its.last > own.slabs) ++before[0], tiles[0] += 1;
+        if (its.tiles > 0 && its.slabs >= own.last) ++before[1], tiles[1] += its.tiles;
+        if (its.last > own.last || (its.last == own.last && other < e)) ++before[1], tiles[1] += 1;
+    }
+    int middle = tables.begin[e] + own.tiles * own.slabs * kSlab;
+    if (own.tiles > 0) {
+        tables.first_tile[before[0]] = tiles[0] * column_tiles;
+        tables.first_row[before[0]] = tables.begin[e];
+        tables.row_end[before[0]] = own.last ? middle : tables.end[e];
+        tables.expert[before[0]] = e;
+        tables.slabs[before[0]] = own.slabs;
+    }
+    if (own.last > 0) {
+        tables.first_tile[before[1]] = tiles[1] * column_tiles;
+        tables.first_row[before[1]] = middle;
+        tables.row_end[before[1]] = tables.end[e];
+        tables.expert[before[1]] = e;
+        tables.slabs[before[1]] = own.last;
+    }
 }
 
-// Tiles of an expert are as few as `problem.slabs` allows and of one height. Stages are as large as the highest tile needs and as many as fit: a decode step's
-// few rows leave room for more weights in flight.
+// Totals. Stages are as large as the highest tile needs and as many as fit: a decode step's few rows leave room for more
+// weights in flight.
+__host__ __device__ __forceinline__ void finish_tables(Tables& tables, int experts, int most, int column_tiles, int w_bytes,
+                                                       int ring_bytes) {
+    int segments = 0, tiles = 0, highest = 1;
+    for (int e = 0; e < experts; ++e) {
+        Cut cut = cut_of(tables.end[e] - tables.begin[e], most);
+        segments += (cut.tiles > 0) + (cut.last > 0);
+        tiles += cut.tiles + (cut.last > 0);
+        highest = cut.slabs > highest ? cut.slabs : highest;
+    }
+    tables.first_tile[segments] = tables.tiles = tiles * column_tiles;
+    tables.stage_bytes = highest * kSlabBytes + w_bytes + kScaleBytes;
+    int fit = ring_bytes / tables.stage_bytes;
+    tables.stages = fit < kMaxStages ? fit : kMaxStages;
+}
+
 __device__ void fill_tables(Tables& tables, const Problem& problem, int column_tiles, int w_bytes) {
     for (int e = threadIdx.x; e < problem.experts; e += blockDim.x) {
         int begin = 0, end = problem.rows;
@@ -260,26 +314,10 @@ __device__ void fill_tables(Tables& tables, const Problem& problem, int column_t
         tables.end[e] = max(begin, end);
     }
     __syncthreads();
-    if (threadIdx.x < 32) {
-        int lane = threadIdx.x, before = 0, highest = 1;
-        for (int first = 0; first < problem.experts; first += 32) {
-            int e = first + lane, rows = e < problem.experts ? tables.end[e] - tables.begin[e] : 0;
-            int tiles = tiles_of(rows, problem.slabs), sum = tiles * column_tiles;
-            highest = max(highest, slabs_of(rows, tiles));
-            for (int other = 1; other < 32; other *= 2) {
-                int lower = __shfl_up_sync(0xffffffff, sum, other);
-                if (lane >= other) sum += lower;
-            }
-            if (e < problem.experts) tables.first_tile[e + 1] = before + sum;
-            before += __shfl_sync(0xffffffff, sum, 31);
-        }
-        highest = __reduce_max_sync(0xffffffff, highest);
-        if (lane == 0) {
-            tables.first_tile[0] = 0;
-            tables.stage_bytes = highest * kSlabBytes + w_bytes + kScaleBytes;
-            tables.stages = min(kMaxStages, problem.ring_bytes / tables.stage_bytes);
-        }
-    }
+    for (int e = threadIdx.x; e < problem.experts; e += blockDim.x)
+        place_segments(tables, e, problem.experts, problem.slabs, column_tiles);
+    if (threadIdx.x == blockDim.x - 1)
+        finish_tables(tables, problem.experts, problem.slabs, column_tiles, w_bytes, problem.ring_bytes);
     __syncthreads();
 }
 
@@ -289,21 +327,20 @@ __device__ __forceinline__ int tile_of(int round, int cluster) {
     return round * workers + (round % 2 ? workers - 1 - worker : worker);
 }
 
-// Tiles of an expert go in groups of `group` row tiles, all columns of a group before the next: what runs at one time
-// shares its rows and its weights in the L2 cache. `expert` only grows, so the search goes on where it stopped.
-__device__ __forceinline__ Tile locate(int tile, int& expert, const Tables& tables, const Problem& problem,
-                                       int tile_columns, int column_tiles) {
-    while (tile >= tables.first_tile[expert + 1]) ++expert;
-    int local = tile - tables.first_tile[expert];
-    int row_tiles = (tables.first_tile[expert + 1] - tables.first_tile[expert]) / column_tiles;
-    int first = local / (problem.group * column_tiles) * problem.group;
-    int height = min(row_tiles - first, problem.group), rows = tables.end[expert] - tables.begin[expert];
-    int tile_rows = slabs_of(rows, row_tiles) * kSlab;
+// Tiles of a segment go in groups of `group` row tiles, all columns of a group before the next: what runs at one time
+// shares its rows and its weights in the L2 cache. `segment` only grows, so the search goes on where it stopped.
+__host__ __device__ __forceinline__ Tile locate(int tile, int& segment, const Tables& tables, int group, int tile_columns,
+                                                int column_tiles) {
+    while (tile >= tables.first_tile[segment + 1]) ++segment;
+    int local = tile - tables.first_tile[segment], tile_rows = tables.slabs[segment] * kSlab;
+    int row_tiles = (tables.first_tile[segment + 1] - tables.first_tile[segment]) / column_tiles;
+    int first = local / (group * column_tiles) * group;
+    int height = row_tiles - first < group ? row_tiles - first : group;
     local -= first * column_tiles;
     Tile found;
-    found.expert = expert;
-    found.row = tables.begin[expert] + (first + local % height) * tile_rows;
-    found.row_end = min(tables.end[expert], found.row + tile_rows);
+    found.expert = tables.expert[segment];
+    found.row = tables.first_row[segment] + (first + local % height) * tile_rows;
+    found.row_end = found.row + tile_rows < tables.row_end[segment] ? found.row + tile_rows : tables.row_end[segment];
     found.column = local / height * tile_columns;
     return found;
 }
@@ -350,10 +387,10 @@ __device__ void produce(const CUtensorMap* x_map, const CUtensorMap* w_map, char
     constexpr int kShare = kSlab / kCluster;  // rows of a slab that this block loads
     int column_tiles = (problem.n + N * kCluster - 1) / (N * kCluster), steps = (problem.k + kStep - 1) / kStep;
     int stage_bytes = tables.stage_bytes, stages = tables.stages;
-    int stage = 0, expert = 0;
+    int stage = 0, segment = 0;
     uint32_t parity = 1;                 // a fresh barrier counts as one whose phase before this one is over
-    for (int round = 0, t; (t = tile_of(round, kCluster)) < tables.first_tile[problem.experts]; ++round) {
-        Tile tile = locate(t, expert, tables, problem, N * kCluster, column_tiles);
+    for (int round = 0, t; (t = tile_of(round, kCluster)) < tables.tiles; ++round) {
+        Tile tile = locate(t, segment, tables, problem.group, N * kCluster, column_tiles);
         int slabs = (tile.row_end - tile.row + kSlab - 1) / kSlab;
         int w_row = tile.expert * problem.n + tile.column + rank * N;
         for (int step = 0; step < steps; ++step) {
@@ -382,10 +419,10 @@ __device__ void fetch_scales(char* ring, Tables& tables, const Problem& problem,
     int column_tiles = (problem.n + N * kCluster - 1) / (N * kCluster), steps = (problem.k + kStep - 1) / kStep;
     int stage_bytes = tables.stage_bytes, stages = tables.stages, scale_columns = (problem.n + 127) / 128;
     uint32_t scales = shared_address(ring) + stage_bytes - kScaleBytes + lane * 4;
-    int stage = 0, expert = 0;
+    int stage = 0, segment = 0;
     uint32_t parity = 1;
-    for (int round = 0, t; (t = tile_of(round, kCluster)) < tables.first_tile[problem.experts]; ++round) {
-        Tile tile = locate(t, expert, tables, problem, N * kCluster, column_tiles);
+    for (int round = 0, t; (t = tile_of(round, kCluster)) < tables.tiles; ++round) {
+        Tile tile = locate(t, segment, tables, problem.group, N * kCluster, column_tiles);
         int last = tile.row_end - tile.row - 1, groups = last / 32 + 1;
         int column = min((tile.column + rank * N) / 128, scale_columns - 1);
         const float* w_from = problem.w_scale + (long long)(tile.expert * scale_columns + column) * steps;
@@ -457,7 +494,7 @@ __device__ void consume(char* ring, char* staging, Tables& tables, const Problem
     int warp = which & 3, group = (which >> 2) - 1;
     int column_tiles = (problem.n + N * kCluster - 1) / (N * kCluster), steps = (problem.k + kStep - 1) / kStep;
     char* own = staging + (group * 4 + warp) * kPieceBytes;
-    int expert = 0;
+    int segment = 0;
     Reader at{};
     at.stages = tables.stages, at.stage_bytes = tables.stage_bytes;
     at.tiles = __shfl_sync(0xffffffff, place(ring), 0);
@@ -465,8 +502,8 @@ __device__ void consume(char* ring, char* staging, Tables& tables, const Problem
     at.full = shared_address(tables.full), at.empty = shared_address(tables.empty);
     at.w_scale = shared_address(tables.w_scale);
     keep(lane), keep(at.scales);
-    for (int round = 0, t; (t = tile_of(round, kCluster)) < tables.first_tile[problem.experts]; ++round) {
-        Tile tile = locate(t, expert, tables, problem, N * kCluster, column_tiles);
+    for (int round = 0, t; (t = tile_of(round, kCluster)) < tables.tiles; ++round) {
+        Tile tile = locate(t, segment, tables, problem.group, N * kCluster, column_tiles);
         tile.column += rank * N;             // may lie past n where the cluster's other block does not
         int slabs = (tile.row_end - tile.row + kSlab - 1) / kSlab;
         bool alone = slabs == 1;             // then the groups take every second step of the same rows

@@ -29,7 +29,8 @@ LINEARS = {
 DECODE_TOKENS, PREFILL_TOKENS = (64, 256), (16384,)
 MASKED_ROWS = (16, 64, 128, 256, 512)
 CONTIGUOUS_ROWS = (256, 4096, 16384)
-FLASHINFER_SHAPES = {("o", 256), ("shared gate_up", 16384)}  # it compiles each shape anew, seconds apiece
+FLASHINFER_SHAPES = {("o", 256)}  # it compiles each shape anew
+TRITON_SHAPES, TRITON_ROWS = {("o", 64)}, (64, 256)  # the fall-back, at a few sizes: each compiles for a second or two
 SAMPLED = 48
 
 
@@ -93,11 +94,11 @@ def _linear_rows(
 
     def candidates() -> Iterator[Candidate]:
         for backend in fp8_linear.LINEAR_BACKENDS:
-            slow = backend.name == "reference" or (backend.name == "triton" and tokens > 4096)
-            rare = backend.name == "flashinfer" and (name, tokens) not in FLASHINFER_SHAPES
-            if slow or rare or (reason := backend.why_not(device)) is not None:
-                if not slow and not rare:
-                    progress(f"fp8_linear {backend.name}: {reason}")
+            at = {"reference": (), "flashinfer": FLASHINFER_SHAPES, "triton": TRITON_SHAPES}.get(backend.name)
+            if at is not None and (name, tokens) not in at:
+                continue
+            if (reason := backend.why_not(device)) is not None:
+                progress(f"fp8_linear {backend.name}: {reason}")
                 continue
             yield from _tried(progress, f"fp8_linear {name}", lambda b=backend: linear_candidate(b))
 
@@ -130,7 +131,7 @@ def _masked_rows(device: torch.device, ceilings: Ceilings, progress: Any, each: 
 
     def candidates() -> Iterator[Candidate]:
         for backend in grouped_linear.MASKED_BACKENDS:
-            if backend.name != "reference" and backend.why_not(device) is None:
+            if _is_timed(backend, each, device):
                 yield from _tried(progress, "grouped masked", lambda b=backend: ours(b))
         yield from _tried(progress, "grouped masked", lambda: scaled_grouped_mm(flat, weight, starts))
 
@@ -152,12 +153,18 @@ def _contiguous_rows(
 
     def candidates() -> Iterator[Candidate]:
         for backend in grouped_linear.CONTIGUOUS_BACKENDS:
-            if backend.name != "reference" and backend.why_not(device) is None:
+            if _is_timed(backend, each, device):
                 yield from _tried(progress, "grouped contiguous", lambda b=backend: ours(b))
         yield from _tried(progress, "grouped contiguous", lambda: scaled_grouped_mm(rows, weight, bounds))
 
     limit = limit_us(ceilings, bounds[-1], EXPERTS, n, k)
     return rows_of("grouped_linear contiguous", f"8x~{each}x{n}x{k}", candidates(), limit, progress=progress)
+
+
+def _is_timed(backend: Any, each: int, device: torch.device) -> bool:
+    if backend.name == "reference" or (backend.name == "triton" and each not in TRITON_ROWS):
+        return False
+    return backend.why_not(device) is None
 
 
 def scaled_grouped_mm(rows: Fp8Rows, weight: Fp8Weight, starts: list[int]) -> Candidate:
