@@ -22,6 +22,7 @@ import torch
 from kernels.triton_support import needs_capability
 
 SOURCE = Path(__file__).with_name("grouped_fp8.cu")
+HEADER = Path(__file__).with_name("hopper.cuh")
 TOOLKIT = Path("/usr/local/cuda/bin/nvcc")  # where toolkits live that are not on the PATH
 FLAGS = (
     "-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "--shared", "-Xcompiler", "-fPIC", "-cudart", "static",
@@ -85,7 +86,7 @@ def multiprocessors(device: torch.device) -> int:
 def _fingerprint(compiler: str) -> str:
     """Of everything the machine code depends on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=BUILD_TIMEOUT_S, check=False).stdout
-    return hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode() + version).hexdigest()[:16]
+    return hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes() + " ".join(FLAGS).encode() + version).hexdigest()[:16]
 
 
 def _build(compiler: str, path: Path) -> None:
