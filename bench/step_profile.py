@@ -1,0 +1,200 @@
+"""Where a decode step's time goes on a CPU, and what it takes when nothing but our C kernels is left of the model.
+
+An eager step walks the model in Python: each op plans its call, asks torch for memory and calls one C function. A
+replayed step (headrace/model/recorded.py) makes the same calls on the same shapes from one C function. The difference
+is the dispatch, measured and not estimated: both make whole generations, and the same tokens.
+
+C calls and torch ops are timed in runs of their own, so that no figure holds another one's clock readings: a part is the
+median over runs of its mean over steps, in microseconds a step. `python` is what an eager step takes beyond both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headrace.engine.engine import Engine
+from headrace.protocol import SamplingParams
+from kernels import cpu_library
+
+STEPS = 63
+PHASES = ("plan", "upload", "forward", "sample")
+
+
+class _Clock:
+    """Adds up what runs within decode steps; the steps themselves too."""
+
+    def __init__(self, engine: Engine, outer: _Clock | None = None):
+        """`outer`: whose steps count as steps; by itself, those that `step` makes."""
+        self._batcher = engine.decode
+        self._outer = outer or self
+        self.steps = self.calls = 0
+        self.step_s = self.part_s = 0.0
+        self._in_step = False
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, its time and calls added up when a decode step runs it."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if not self._outer._in_step:
+                return function(*args, **kwargs)
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.part_s += time.perf_counter() - start
+                self.calls += 1
+
+        return timed
+
+    def step(self) -> None:
+        """One `run_once` of the batcher."""
+        start, self._in_step = time.perf_counter(), True
+        try:
+            type(self._batcher).run_once(self._batcher)
+        finally:
+            self._in_step = False
+            self.step_s += time.perf_counter() - start
+            self.steps += 1
+
+
+class _TimedOps(TorchDispatchMode):
+    """Times every torch op."""
+
+    def __init__(self, clock: _Clock):
+        super().__init__()
+        self._clock = clock
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._clock.around(func)(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _patched(owner: Any, clock: _Clock, *names: str) -> Iterator[None]:
+    """These attributes are timed while it is open."""
+    own = {name: (getattr(owner, name), name in vars(owner)) for name in names}
+    try:
+        for name, (function, _) in own.items():
+            setattr(owner, name, clock.around(function))
+        yield
+    finally:
+        for name, (function, was_own) in own.items():
+            if was_own:
+                setattr(owner, name, function)
+            else:
+                delattr(owner, name)
+
+
+def run(engine: Engine, prompts: list[list[int]], *, repeats: int = 3) -> dict[str, Any]:
+    """The step of as many streams as there are prompts, as one JSON-ready object; microseconds a step.
+
+    eager        {step_us, c_kernels_us, torch_us, python_us, c_calls, torch_calls}
+    replayed     {step_us, c_kernels_us: the one call that makes them all; phases_us: {plan, upload, forward, sample,
+                 output}, of which `forward` holds the C call}
+    dispatch_us  what replaying saves: eager step_us - replayed step_us; speedup: their quotient
+    tokens_alike  whether both made the same tokens, which they must
+    `skipped` says why there is none.
+    """
+    transformer = engine.parts.transformer
+    recorded = getattr(transformer, "recorded", None)
+    if recorded is None:
+        return {
+            "skipped": "decode steps are not replayed here: it needs the C kernels and engine.decode_graphs left open"
+        }
+    try:
+        transformer.recorded = None
+        eager_tokens = _generate(engine, prompts)
+        eager = _eager(engine, prompts, repeats)
+        transformer.recorded = recorded
+        tokens = _generate(engine, prompts)
+        if recorded.refused is not None:
+            return {"skipped": f"decode steps of this model are not replayed: {recorded.refused}"}
+        replayed = _replayed(engine, prompts, repeats)
+    finally:
+        transformer.recorded = recorded
+    return {
+        "streams": len(prompts),
+        "eager": eager,
+        "replayed": replayed,
+        "dispatch_us": eager["step_us"] - replayed["step_us"],
+        "speedup": eager["step_us"] / replayed["step_us"],
+        "tokens_alike": tokens == eager_tokens,
+    }
+
+
+def _eager(engine: Engine, prompts: list[list[int]], repeats: int) -> dict[str, float]:
+    step_us, _, _ = _part(engine, prompts, repeats, lambda clock: contextlib.nullcontext())
+    library = cpu_library.library()
+    _, c_us, c_calls = _part(engine, prompts, repeats, lambda clock: _patched(library, clock, *cpu_library.RECORDED))
+    _, torch_us, torch_calls = _part(engine, prompts, repeats, _TimedOps)
+    return {
+        "step_us": step_us,
+        "c_kernels_us": c_us,
+        "torch_us": torch_us,
+        "python_us": step_us - c_us - torch_us,
+        "c_calls": c_calls,
+        "torch_calls": torch_calls,
+    }
+
+
+def _replayed(engine: Engine, prompts: list[list[int]], repeats: int) -> dict[str, Any]:
+    step_us, _, _ = _part(engine, prompts, repeats, lambda clock: contextlib.nullcontext())
+    _, c_us, _ = _part(engine, prompts, repeats, lambda clock: _patched(cpu_library.library(), clock, "hr_replay"))
+    return {
+        "step_us": step_us,
+        "c_kernels_us": c_us,
+        "phases_us": _phases(engine, prompts, repeats),
+    }
+
+
+def _phases(engine: Engine, prompts: list[list[int]], repeats: int) -> dict[str, float]:
+    """All in the same runs, so that they and `output` add up to those runs' step."""
+    runner = engine.parts.runner
+    owners = ((engine.decode, "plan"), (runner, "to_batch"), (runner, "forward"), (runner.sampler, "draw"))
+    seen: list[list[float]] = []
+
+    @contextlib.contextmanager
+    def watch(clock: _Clock) -> Iterator[None]:
+        parts = [_Clock(engine, clock) for _ in owners]
+        with contextlib.ExitStack() as stack:
+            for part, (owner, name) in zip(parts, owners, strict=True):
+                stack.enter_context(_patched(owner, part, name))
+            yield
+        each = [part.part_s / clock.steps * 1e6 for part in parts]
+        seen.append([*each, clock.step_s / clock.steps * 1e6 - sum(each)])
+
+    _part(engine, prompts, repeats, watch)
+    medians = map(statistics.median, zip(*seen, strict=True))
+    return dict(zip((*PHASES, "output"), medians, strict=True))
+
+
+def _part(
+    engine: Engine,
+    prompts: list[list[int]],
+    repeats: int,
+    watch: Callable[[_Clock], contextlib.AbstractContextManager[Any]],
+) -> tuple[float, float, float]:
+    """Microseconds of a step and of what `watch` has timed in it, and how many calls of that a step made."""
+    seen = []
+    for _ in range(repeats):
+        clock = _Clock(engine)
+        engine.decode.run_once = clock.step
+        try:
+            with watch(clock):
+                _generate(engine, prompts)
+        finally:
+            del engine.decode.run_once
+        seen.append((clock.step_s / clock.steps, clock.part_s / clock.steps, clock.calls / clock.steps))
+    step_s, part_s, calls = (statistics.median(column) for column in zip(*seen, strict=True))
+    return step_s * 1e6, part_s * 1e6, calls
+
+
+def _generate(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    """All of a batch decode together: STEPS steps."""
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=STEPS + 1, ignore_eos=True))
+    return [samples[0].token_ids for samples in outputs]
