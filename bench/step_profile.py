@@ -4,8 +4,8 @@ An eager step walks the model in Python: each op plans its call, asks torch for 
 replayed step (headrace/model/recorded.py) makes the same calls on the same shapes from one C function. The difference
 is the dispatch, measured and not estimated: both make whole generations, and the same tokens.
 
-C calls and torch ops are timed in runs of their own, so that no figure holds another one's clock readings: a part is the
-median over runs of its mean over steps, in microseconds a step. `python` is what an eager step takes beyond both.
+C calls are timed around ctypes, torch ops by torch's profiler (time inside of them, without the way in), each in runs of
+its own: a part is the median over runs of its mean over steps, in microseconds a step. `python` is the rest of a step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch
 
 from headrace.engine.engine import Engine
 from headrace.protocol import SamplingParams
@@ -63,17 +63,6 @@ class _Clock:
             self.steps += 1
 
 
-class _TimedOps(TorchDispatchMode):
-    """Times every torch op."""
-
-    def __init__(self, clock: _Clock):
-        super().__init__()
-        self._clock = clock
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._clock.around(func)(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def _patched(owner: Any, clock: _Clock, *names: str) -> Iterator[None]:
     """These attributes are timed while it is open."""
@@ -94,8 +83,8 @@ def run(engine: Engine, prompts: list[list[int]], *, repeats: int = 3) -> dict[s
     """The step of as many streams as there are prompts, as one JSON-ready object; microseconds a step.
 
     eager        {step_us, c_kernels_us, torch_us, python_us, c_calls, torch_calls}
-    replayed     {step_us, c_kernels_us: the one call that makes them all; phases_us: {plan, upload, forward, sample,
-                 output}, of which `forward` holds the C call}
+    replayed     {step_us, c_kernels_us, c_calls: one for all layers, and the head's; phases_us: {plan, upload, forward,
+                 sample, output}, of which `forward` holds the C calls}
     dispatch_us  what replaying saves: eager step_us - replayed step_us; speedup: their quotient
     tokens_alike  whether both made the same tokens, which they must
     `skipped` says why there is none.
@@ -130,24 +119,53 @@ def run(engine: Engine, prompts: list[list[int]], *, repeats: int = 3) -> dict[s
 def _eager(engine: Engine, prompts: list[list[int]], repeats: int) -> dict[str, float]:
     step_us, _, _ = _part(engine, prompts, repeats, lambda clock: contextlib.nullcontext())
     library = cpu_library.library()
-    _, c_us, c_calls = _part(engine, prompts, repeats, lambda clock: _patched(library, clock, *cpu_library.RECORDED))
-    _, torch_us, torch_calls = _part(engine, prompts, repeats, _TimedOps)
+    timed_us, c_us, c_calls = _part(
+        engine, prompts, repeats, lambda clock: _patched(library, clock, *cpu_library.RECORDED)
+    )
+    torch_us, torch_calls = _torch_ops(engine, prompts)
     return {
         "step_us": step_us,
         "c_kernels_us": c_us,
         "torch_us": torch_us,
-        "python_us": step_us - c_us - torch_us,
+        "python_us": timed_us - c_us - torch_us,
         "c_calls": c_calls,
         "torch_calls": torch_calls,
     }
 
 
+def _torch_ops(engine: Engine, prompts: list[list[int]]) -> tuple[float, float]:
+    """Microseconds inside of torch's ops, and how many of them, in a step."""
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    batcher, steps = engine.decode, 0
+
+    def step() -> None:
+        nonlocal steps
+        if not steps:
+            profiler.start()  # after the prefill
+        steps += 1
+        type(batcher).run_once(batcher)
+
+    batcher.run_once = step
+    try:
+        _generate(engine, prompts)
+    finally:
+        del batcher.run_once
+        if steps:
+            profiler.stop()
+    ops = [event for event in profiler.key_averages() if event.key.startswith("aten::")]
+    return sum(event.self_cpu_time_total for event in ops) / steps, sum(event.count for event in ops) / steps
+
+
 def _replayed(engine: Engine, prompts: list[list[int]], repeats: int) -> dict[str, Any]:
     step_us, _, _ = _part(engine, prompts, repeats, lambda clock: contextlib.nullcontext())
-    _, c_us, _ = _part(engine, prompts, repeats, lambda clock: _patched(cpu_library.library(), clock, "hr_replay"))
+    library = cpu_library.library()
+    _, c_us, c_calls = _part(
+        engine, prompts, repeats, lambda clock: _patched(library, clock, "hr_replay", *cpu_library.RECORDED)
+    )
     return {
         "step_us": step_us,
         "c_kernels_us": c_us,
+        "c_calls": c_calls,
         "phases_us": _phases(engine, prompts, repeats),
     }
 

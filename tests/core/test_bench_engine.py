@@ -42,6 +42,7 @@ def test_every_stream_count_and_mode_gets_a_row_and_what_is_missing_says_why(tmp
     eager, replayed = one["eager"], one["replayed"]
     assert eager["c_calls"] > 10 and eager["torch_calls"] > 10
     assert 0 < eager["c_kernels_us"] < eager["step_us"] and 0 < replayed["c_kernels_us"]
+    assert eager["torch_us"] > 0 and eager["python_us"] > 0 and replayed["c_calls"] == 3  # the layers; the head's two
     assert set(replayed["phases_us"]) == {*step_profile.PHASES, "output"}
     assert replayed["phases_us"]["forward"] == max(replayed["phases_us"].values())
 
