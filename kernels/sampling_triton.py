@@ -138,7 +138,7 @@ def _survey(
             if heat < 1e-5:
                 x = tl.load(start + at, at < vocab, float("-inf"))
                 tl.store(place, tl.max(x))
-                tl.store(whose, _first_best(x, at, vocab))
+                tl.store(whose, tl.minimum(_first_best(x, at, vocab), vocab - 1))  # of NaN: some token
             else:
                 x = _scaled(start, at, vocab, heat)
                 most = tl.max(x)
@@ -147,7 +147,7 @@ def _survey(
                 tl.store(place + PIECES, tl.sum(weight))
                 if _has_cut(tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), vocab) == 0:
                     winner = _best_of_piece(weight, tl.load(keys + row), hashes, BLOCK)
-                    tl.store(whose, piece * BLOCK + winner)
+                    tl.store(whose, tl.minimum(piece * BLOCK + winner, vocab - 1))
 
 
 @jit
@@ -476,7 +476,7 @@ def _settle(
             winner = _choose_among_few(room, noise_key, most, total, k, p, relative, bracket, vocab, ROOM, ROOM)
         else:
             winner = _choose_among_few(room, noise_key, most, total, k, p, relative, bracket, vocab, ROOM, FEW)
-    tl.store(out + row, winner)
+    tl.store(out + row, tl.minimum(winner, vocab - 1))
 
 
 @jit
@@ -495,4 +495,4 @@ def _search(
         bracket, which = _bracket(table, row, most, total, k, p, relative, vocab, PIECES, PIECES_BLOCK)
         line, room = (logits + row * row_stride, heat, most, vocab), rooms + row * (2 * ROOM)
         winner = _choose_among_many(line, room, tl.load(keys + row), total, k, p, relative, bracket, ROOM, BLOCK)
-        tl.store(out + row, winner)
+        tl.store(out + row, tl.minimum(winner, vocab - 1))

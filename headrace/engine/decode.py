@@ -204,12 +204,12 @@ class DecodeBatcher:
         """Reads a step's tokens and reports them, but for ends that have to wait for the step in flight."""
         self._suspects = [step.plan] + ([] if self._in_flight is None else [self._in_flight.plan])
         sampled = step.drawn.wait()
-        self._suspects = []
         self.steps += 1
         now = time.perf_counter()
         self.completed(step.plan, now - max(step.began, self._completed_at))
         self._completed_at = now
         tokens, rows = self._made(step.plan, sampled)
+        self._suspects = []  # from here on nothing of the step can be lost: what raises now is a listener
         ends = tokens.reasons != 0
         waits = ends & (self._samples.place[rows] >= 0)
         told, told_rows = self._release_held()

@@ -76,10 +76,10 @@ class EngineParts:
 def _runner(transformer: Transformer, pool: LatentPool, config: EngineConfig, max_context: int) -> Runner:
     """Step by step with the host's sampler on a CPU; on an accelerator a step ahead, over fixed buffers and graphs."""
     on_cpu = transformer.device.type == "cpu"
-    ahead = int(not on_cpu if config.async_scheduling is None else config.async_scheduling)
     if not hasattr(transformer, "decode"):
         sampler = Sampler(transformer.config.vocab_size, transformer.device)
-        return Runner(transformer, pool, sampler, max_context, steps_ahead=ahead)
+        return Runner(transformer, pool, sampler, max_context, steps_ahead=int(config.async_scheduling or 0))
+    ahead = int(not on_cpu if config.async_scheduling is None else config.async_scheduling)
     from headrace.engine.device_sampler import DeviceSampler
     from headrace.engine.graphs import DecodeGraphs, sizes_up_to
 

@@ -150,7 +150,7 @@ class Runner:
         batch = self.to_batch(plan_step(plan, self.block_size))
         if before is not None:
             sources = upload(plan.sources, self.transformer.device)
-            fed = before.token_ids.index_select(0, sources.clamp(min=0))
+            fed = before.token_ids.to(self.transformer.device).index_select(0, sources.clamp(min=0))
             batch.token_ids = torch.where(sources >= 0, fed, batch.token_ids)
         logits = self.forward(batch, "decode")
         with torch.inference_mode():

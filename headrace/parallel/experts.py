@@ -19,6 +19,10 @@ import torch
 from kernels.fp8 import Fp8Rows
 
 
+MOST_KEPT = 512
+"""Columns for up to so many tokens are kept: decode steps, which come in few sizes and whose graphs should not fill them anew."""
+
+
 class Sent(NamedTuple):
     """What `dispatch` left on this rank.
 
@@ -91,9 +95,12 @@ class LocalExchange:
     def _with_own(self, weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One more choice for every token: the expert behind all others, with weight 1."""
         tokens = len(ids)
-        if tokens not in self._own:
-            self._own[tokens] = weights.new_ones(tokens, 1), ids.new_full((tokens, 1), self.num_experts)
-        return torch.cat((weights, self._own[tokens][0]), 1), torch.cat((ids, self._own[tokens][1]), 1)
+        own = self._own.get(tokens)
+        if own is None:
+            own = weights.new_ones(tokens, 1), ids.new_full((tokens, 1), self.num_experts)
+            if tokens <= MOST_KEPT:
+                self._own[tokens] = own
+        return torch.cat((weights, own[0]), 1), torch.cat((ids, own[1]), 1)
 
     def combine(self, made: torch.Tensor, sent: Sent, shared: torch.Tensor | None) -> torch.Tensor:
         return self.kernels.combine(made, sent.receipt.weights, sent.receipt.rows, shared)

@@ -175,6 +175,11 @@ def test_rows_without_a_finite_logit_and_no_rows(triton_device):
     columns[1] = torch.ones(2, device=triton_device)
     assert sampling._triton(logits, *columns).tolist() == [0, 0]
     assert sampling._triton(logits[:0], *(column[:0] for column in columns)).shape == (0,)
+    broken = torch.full((2, 40), float("nan"), device=triton_device)
+    for heat in (0.0, 1.0):
+        columns[1] = torch.full((2,), heat, device=triton_device)
+        found = sampling._triton(broken, *columns)
+        assert bool(((found >= 0) & (found < 40)).all()), "a broken row gives a token that exists: the next step reads it"
     with pytest.raises(ValueError, match="fp32"):
         sampling._triton(logits.double(), *columns)
 
