@@ -300,6 +300,21 @@ def test_a_step_whose_tokens_cannot_be_read_loses_the_next_one_too():
     assert owner.decode.running == 0
 
 
+def test_tokens_that_cannot_be_sorted_out_are_reported_as_lost_and_never_skipped():
+    owner = running()
+    before = {handle: list(made) for handle, made in owner.outputs.items()}
+
+    def fails(*_):
+        raise RuntimeError("columns")
+
+    owner.decode._samples.reasons = fails
+    with pytest.raises(RuntimeError, match="columns") as raised:
+        owner.decode.run_once()
+    owner.decode.on_error(raised.value)
+    assert owner.lost == dict.fromkeys((0, 1, 2), raised.value)
+    assert owner.outputs == before and not owner.decode.has_work()
+
+
 def test_an_end_that_was_held_survives_the_failure_of_the_step_it_waited_for():
     parts = ahead()
     owner = Owner(parts, Device(parts.runner))
