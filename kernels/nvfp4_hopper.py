@@ -14,13 +14,7 @@ are exact; besides the rows', the only rounding is that of the result.
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import functools
-import hashlib
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,13 +25,10 @@ from kernels import cuda_library
 from kernels.cuda_library import BuildFailed
 from kernels.fp8 import Fp8Rows
 from kernels.nvfp4 import Nvfp4Weight
-from kernels.triton_support import needs_capability
 
 DENSE, CONTIGUOUS, MASKED = 0, 1, 2  # as in nvfp4_hopper.cu
 STRIP, STEP, STRIP_BYTES = 64, 128, 4608
 TILES = (32, 64, 128)
-
-_needs_hopper = needs_capability(9, exactly=True)
 
 
 class Prepared(NamedTuple):
@@ -205,68 +196,16 @@ def split_for(strips: int, chunks: int, rows: int, most_parts: int, processors: 
     return min(choices, key=lambda choice: cost(*choice))
 
 
-SOURCE = Path(__file__).with_name("nvfp4_hopper.cu")
-_SIGNATURES = {"hr_nvfp4_rows": "plpiiiiippp", "hr_nvfp4_multiply": "pppplllppppliiiiiiiiiip"}
-_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64}
-
-
-def why_not(device: object) -> str | None:
-    """None when the library is built and loaded and `device` can run it, else one sentence."""
-    if reason := _needs_hopper(device):
-        return reason
-    try:
-        library()
-    except BuildFailed as error:
-        return str(error)
-    return None
-
-
-@functools.cache
-def library() -> ctypes.CDLL:
-    """The loaded library with argument types set: built on first use, as `cuda_library` does. Raises BuildFailed."""
-    compiler = shutil.which("nvcc") or (str(cuda_library.TOOLKIT) if cuda_library.TOOLKIT.exists() else None)
-    if compiler is None:
-        raise BuildFailed("the NVFP4 kernels need nvcc 12.3 or newer; install a CUDA toolkit to have them")
-    flags = " ".join(cuda_library.FLAGS)
-    name = f"nvfp4-{hashlib.sha256(SOURCE.read_bytes() + flags.encode()).hexdigest()[:16]}.so"
-    problem: object = None
-    for folder in (Path(__file__).with_name("build"), Path(tempfile.gettempdir()) / "headrace-kernels"):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with open(folder / "nvfp4-lock", "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of a mesh start together: one builds, the rest wait
-                if not (folder / name).exists():
-                    _build(compiler, folder / name)
-            return _load(folder / name)
-        except OSError as error:
-            problem = error
-    raise BuildFailed(f"the NVFP4 kernels cannot be stored or loaded: {problem}")
-
-
-def _build(compiler: str, path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        made = Path(scratch) / path.name
-        command = [compiler, *cuda_library.FLAGS, str(SOURCE), "-o", str(made)]
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=cuda_library.BUILD_TIMEOUT_S, check=False
-        )
-        if result.returncode:
-            error = (result.stderr or result.stdout).strip().splitlines()
-            raise BuildFailed(f"{compiler} cannot build the NVFP4 kernels: {error[0] if error else result.returncode}")
-        made.replace(path)
-
-
-def _load(path: Path) -> ctypes.CDLL:
-    loaded = ctypes.CDLL(str(path))
-    for name, signature in _SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.argtypes = [_TYPES[letter] for letter in signature]
-        function.restype = ctypes.c_int
-    return loaded
+_library = cuda_library.Library(
+    Path(__file__).with_name("nvfp4_hopper.cu"),
+    "NVFP4 kernels",
+    {"hr_nvfp4_rows": "plpiiiiippp", "hr_nvfp4_multiply": "pppplllppppliiiiiiiiiip"},
+)
+library, why_not = _library.load, _library.why_not
 
 
 if __name__ == "__main__":  # ahead of time, on any host that has nvcc
     try:
         library()
     except BuildFailed as failure:
-        raise SystemExit(str(failure)) from failure
+        raise SystemExit(f"NVFP4 kernels not built: {failure}") from failure
