@@ -231,44 +231,8 @@ def load(
 
 def check(config: Config) -> None:
     """Refuses settings that cannot work together, with the numbers."""
-    if config.prefill.expiry_margin_s <= config.transfer.timeout_s:
-        raise ConfigError(
-            f"prefill.expiry_margin_s = {config.prefill.expiry_margin_s} must be above transfer.timeout_s = "
-            f"{config.transfer.timeout_s}: a write could still run when its reservation has expired",
-            field="prefill.expiry_margin_s",
-        )
-    if config.prefill.expiry_margin_s >= config.decode.reserve_expiry_s:
-        raise ConfigError(
-            f"prefill.expiry_margin_s = {config.prefill.expiry_margin_s} leaves nothing of decode.reserve_expiry_s = "
-            f"{config.decode.reserve_expiry_s}",
-            field="prefill.expiry_margin_s",
-        )
-    if config.prefill.renew_every_s > config.decode.reserve_expiry_s - config.prefill.expiry_margin_s:
-        raise ConfigError(
-            f"prefill.renew_every_s = {config.prefill.renew_every_s} is longer than what a reservation has left above the "
-            f"margin, {config.decode.reserve_expiry_s - config.prefill.expiry_margin_s} s",
-            field="prefill.renew_every_s",
-        )
-    if config.transfer.timeout_s < 5:
-        raise ConfigError(
-            f"transfer.timeout_s = {config.transfer.timeout_s} is below Mooncake's minimum of 5",
-            field="transfer.timeout_s",
-        )
-    if config.transfer.backend not in ("mooncake", "local", "grpc"):
-        raise ConfigError(f"transfer.backend = {config.transfer.backend!r}", field="transfer.backend")
-    if config.transfer.link not in ("tcp", "nvlink_intra"):
-        raise ConfigError(
-            f"transfer.link = {config.transfer.link!r} is neither tcp nor nvlink_intra", field="transfer.link"
-        )
-    if config.transfer.link == "nvlink_intra" and config.engine.device == "cpu":
-        raise ConfigError(
-            "transfer.link = 'nvlink_intra' moves GPU memory only, and engine.device is 'cpu'", field="transfer.link"
-        )
-    if config.registry.lease_s <= 2 * config.registry.heartbeat_s:
-        raise ConfigError(
-            f"registry.lease_s = {config.registry.lease_s} must be more than two heartbeats of {config.registry.heartbeat_s} s",
-            field="registry.lease_s",
-        )
+    _check_times(config)
+    _check_transfer(config)
     for path, value in (
         ("engine.num_blocks", config.engine.num_blocks),
         ("engine.max_batch_tokens", config.engine.max_batch_tokens),
@@ -284,9 +248,61 @@ def check(config: Config) -> None:
     _check_graphs(config.engine)
 
 
+def _check_times(config: Config) -> None:
+    margin_s, expiry_s = config.prefill.expiry_margin_s, config.decode.reserve_expiry_s
+    if margin_s <= config.transfer.timeout_s:
+        raise ConfigError(
+            f"prefill.expiry_margin_s = {margin_s} must be above transfer.timeout_s = {config.transfer.timeout_s}: a write "
+            "could still run when its reservation has expired",
+            field="prefill.expiry_margin_s",
+        )
+    if margin_s >= expiry_s:
+        raise ConfigError(
+            f"prefill.expiry_margin_s = {margin_s} leaves nothing of decode.reserve_expiry_s = {expiry_s}",
+            field="prefill.expiry_margin_s",
+        )
+    if config.prefill.renew_every_s > expiry_s - margin_s:
+        raise ConfigError(
+            f"prefill.renew_every_s = {config.prefill.renew_every_s} is longer than what a reservation has left above the "
+            f"margin, {expiry_s - margin_s} s",
+            field="prefill.renew_every_s",
+        )
+    if config.registry.lease_s <= 2 * config.registry.heartbeat_s:
+        raise ConfigError(
+            f"registry.lease_s = {config.registry.lease_s} must be more than two heartbeats of {config.registry.heartbeat_s} s",
+            field="registry.lease_s",
+        )
+
+
+def _check_transfer(config: Config) -> None:
+    transfer = config.transfer
+    if transfer.timeout_s < 5:
+        raise ConfigError(
+            f"transfer.timeout_s = {transfer.timeout_s} is below Mooncake's minimum of 5", field="transfer.timeout_s"
+        )
+    if transfer.backend not in ("mooncake", "local", "grpc"):
+        raise ConfigError(f"transfer.backend = {transfer.backend!r}", field="transfer.backend")
+    if transfer.link not in ("tcp", "nvlink_intra"):
+        raise ConfigError(f"transfer.link = {transfer.link!r} is neither tcp nor nvlink_intra", field="transfer.link")
+    if transfer.link == "nvlink_intra" and transfer.backend != "mooncake":
+        raise ConfigError(
+            f"transfer.link = 'nvlink_intra' is a link of Mooncake, and transfer.backend is {transfer.backend!r}",
+            field="transfer.link",
+        )
+    if transfer.link == "nvlink_intra" and _on_cpu(config.engine):
+        raise ConfigError(
+            f"transfer.link = 'nvlink_intra' moves GPU memory only, and engine.device is {config.engine.device!r}",
+            field="transfer.link",
+        )
+
+
+def _on_cpu(engine: EngineConfig) -> bool:
+    return engine.device.partition(":")[0] == "cpu"
+
+
 def _check_formats(engine: EngineConfig) -> None:
     """What one look at the settings tells; what the device and the checkpoint have is told when the model is loaded."""
-    on_cpu = engine.device.partition(":")[0] == "cpu"
+    on_cpu = _on_cpu(engine)
     exact = on_cpu if engine.exact is None else engine.exact
     where = "in exact mode" if exact else "on a CPU" if on_cpu else "on an accelerator"
     weights = ("",) if exact or on_cpu else ("", "bf16", "fp8", "nvfp4")
@@ -301,17 +317,21 @@ def _check_formats(engine: EngineConfig) -> None:
 
 
 def _check_graphs(engine: EngineConfig) -> None:
-    on_cpu = engine.device.partition(":")[0] == "cpu"
+    on_cpu, sizes = _on_cpu(engine), engine.decode_graph_sizes
     if on_cpu and engine.decode_graphs:
         raise ConfigError(
             f"engine.decode_graphs = true, engine.device = {engine.device!r} has no graphs",
             field="engine.decode_graphs",
         )
+    if on_cpu and sizes:
+        raise ConfigError(
+            f"engine.decode_graph_sizes = {list(sizes)}, engine.device = {engine.device!r} has no graphs",
+            field="engine.decode_graph_sizes",
+        )
     if engine.decode_graphs and engine.exact:
         raise ConfigError(
             "engine.decode_graphs = true, engine.exact = true runs kernel by kernel", field="engine.decode_graphs"
         )
-    sizes = engine.decode_graph_sizes
     if sizes and engine.decode_graphs is False:
         raise ConfigError(
             "engine.decode_graph_sizes are given, engine.decode_graphs = false", field="engine.decode_graph_sizes"

@@ -106,6 +106,9 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         (["transfer.backend=pigeon"], "transfer.backend"),
         (["transfer.link=pigeon"], "transfer.link"),
         (["transfer.link=nvlink_intra"], "transfer.link"),
+        (["transfer.link=nvlink_intra", "engine.device=cpu:0"], "transfer.link"),
+        (["transfer.link=nvlink_intra", "transfer.backend=grpc", "engine.device=cuda"], "transfer.link"),
+        (["transfer.link=nvlink_intra", "transfer.backend=local", "engine.device=cuda"], "transfer.link"),
         (["registry.lease_s=2"], "registry.lease_s"),
         (["engine.num_blocks=0"], "engine.num_blocks"),
         (["mesh.decode_ranks=0"], "mesh.decode_ranks"),
@@ -158,9 +161,16 @@ def test_a_list_of_numbers_is_a_list_in_toml_and_separated_text_elsewhere(tmp_pa
         (["engine.weight_dtype=int4", "engine.device=cuda"], "engine.weight_dtype"),
         (["engine.decode_graphs=true"], "engine.decode_graphs"),
         (["engine.decode_graphs=true", "engine.device=cuda", "engine.exact=true"], "engine.decode_graphs"),
-        (["engine.decode_graphs=false", "engine.decode_graph_sizes=8"], "engine.decode_graph_sizes"),
-        (["engine.decode_graph_sizes=8,65", "engine.max_batch_size=64"], "engine.decode_graph_sizes"),
-        (["engine.decode_graph_sizes=0"], "engine.decode_graph_sizes"),
+        (["engine.decode_graph_sizes=8"], "engine.decode_graph_sizes"),  # on a CPU
+        (
+            ["engine.device=cuda", "engine.decode_graphs=false", "engine.decode_graph_sizes=8"],
+            "engine.decode_graph_sizes",
+        ),
+        (
+            ["engine.device=cuda", "engine.decode_graph_sizes=8,65", "engine.max_batch_size=64"],
+            "engine.decode_graph_sizes",
+        ),
+        (["engine.device=cuda", "engine.decode_graph_sizes=0"], "engine.decode_graph_sizes"),
         (["engine.decode_graph_sizes=8,x"], "engine.decode_graph_sizes"),
     ],
 )
