@@ -38,7 +38,8 @@ class WorkSource(Protocol):
 class EngineThread:
     """`start`, `add_source`, then `wake` whenever a source has work. `stop` ends it.
 
-    `prepare()` runs first, in the thread: what torch keeps for each thread is set there.
+    `prepare()` runs first, in the thread: what torch keeps for each thread is set there. If it raises, the thread ends and
+    every call gets Unavailable with the reason.
     """
 
     def __init__(self, name: str = "engine", prepare: Callable[[], None] = lambda: None):
@@ -47,7 +48,7 @@ class EngineThread:
         self._changed = threading.Condition()
         self._calls: deque[tuple[Callable[..., Any], tuple[Any, ...], Future[Any]]] = deque()
         self._sources: list[WorkSource] = []
-        self._stopping = False
+        self._stopping, self._why = False, "the engine has stopped"
 
     def start(self) -> None:
         """Starts the thread; once."""
@@ -66,7 +67,8 @@ class EngineThread:
             self._changed.notify()
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Runs `function(*args)` in the thread between two forwards. Raises what it raises, Unavailable after `stop`.
+        """Runs `function(*args)` in the thread between two forwards. Raises what it raises, Unavailable after `stop`
+        or when the thread could not start.
 
         A cancelled caller does not stop a function that has begun.
         """
@@ -91,13 +93,20 @@ class EngineThread:
         future: Future[Any] = Future()
         with self._changed:
             if self._stopping:
-                raise Unavailable("the engine has stopped")
+                raise Unavailable(self._why)
             self._calls.append((function, args, future))
             self._changed.notify()
         return future
 
     def _run(self) -> None:
-        self._prepare()
+        try:
+            self._prepare()
+        except Exception as error:
+            log.exception("the engine thread cannot be prepared")
+            with self._changed:
+                self._stopping, self._why = True, f"the engine could not start: {error}"
+            self._refuse_calls()
+            return
         while self._wait():
             for source in self._sources:
                 self._run_calls()
@@ -137,4 +146,4 @@ class EngineThread:
         while self._calls:
             _, _, future = self._calls.popleft()
             if future.set_running_or_notify_cancel():
-                future.set_exception(Unavailable("the engine has stopped"))
+                future.set_exception(Unavailable(self._why))

@@ -157,3 +157,26 @@ def test_after_stop_calls_are_refused_and_a_hanging_forward_is_reported():
     outcome = asyncio.run(main())
     assert outcome == 8 or isinstance(outcome, Unavailable)
     assert thread.stop(5)
+
+
+def test_a_thread_that_cannot_be_prepared_refuses_queued_and_later_calls():
+    release = threading.Event()
+
+    def prepare():
+        release.wait(5)
+        raise RuntimeError("no such device")
+
+    thread = EngineThread(prepare=prepare)
+    thread.start()
+
+    async def main():
+        queued = asyncio.create_task(thread.call(pow, 2, 3))
+        await asyncio.sleep(0)
+        release.set()
+        with pytest.raises(Unavailable, match="no such device"):
+            await asyncio.wait_for(queued, 5)
+        with pytest.raises(Unavailable, match="no such device"):
+            await asyncio.wait_for(thread.call(pow, 2, 3), 5)
+
+    asyncio.run(main())
+    assert thread.stop(5)
