@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.mla_decode_vendors import needs_flashinfer
+from kernels.mla_decode_vendors import needs_flashinfer_modules
 from kernels.select import Backend
 from kernels.triton_support import jit, needs_triton, tl, triton
 
@@ -77,6 +77,6 @@ def _flashinfer(k_nope: torch.Tensor, k_rope: torch.Tensor) -> torch.Tensor:
 
 BACKENDS = (
     Backend("triton", _triton, why_not=needs_triton),
-    Backend("flashinfer", _flashinfer, why_not=needs_flashinfer),
+    Backend("flashinfer", _flashinfer, why_not=needs_flashinfer_modules("concat_mla")),
     Backend("reference", reference),
 )

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 
 from kernels import cuda_library, grouped_linear
 from kernels.fp8 import GROUP, Fp8Rows, Fp8Weight, dequantise_rows, dequantise_weight
+from kernels.mla_decode_vendors import needs_flashinfer_modules
 from kernels.select import Backend
 from kernels.triton_support import needs_capability, needs_triton
 
@@ -178,7 +179,7 @@ def _cublas_why_not(device: Any) -> str | None:
 
 
 def _flashinfer_why_not(device: Any) -> str | None:
-    reason = needs_capability(9, exactly=True)(device)
+    reason = needs_flashinfer_modules("fp8_blockscale_gemm_90")(device)
     if reason is not None:
         return reason
     try:

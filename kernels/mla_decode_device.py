@@ -21,7 +21,7 @@ import torch
 
 from kernels.mla_decode_gluon import GluonDecode, needs_gluon
 from kernels.mla_decode_triton import TritonDecode, out_dtype_for
-from kernels.mla_decode_vendors import FlashInferDecode, FlashMlaDecode, needs_flash_mla, needs_flashinfer
+from kernels.mla_decode_vendors import FlashInferDecode, FlashMlaDecode, needs_flash_mla, needs_flashinfer_mla
 from kernels.select import Backend, BackendUnavailable, choose
 from kernels.triton_support import needs_triton
 
@@ -88,7 +88,7 @@ class Opener:
 DEVICE_BACKENDS = (
     Backend("flash_mla", Opener(FlashMlaDecode), needs_flash_mla),
     Backend("gluon", Opener(GluonDecode), needs_gluon),
-    Backend("flashinfer", Opener(FlashInferDecode), needs_flashinfer),
+    Backend("flashinfer", Opener(FlashInferDecode), needs_flashinfer_mla),
     Backend("triton", Opener(TritonDecode), needs_triton),
     Backend("reference", Opener(ReferenceDecode)),
 )

@@ -8,13 +8,18 @@ from typing import Any
 
 import torch
 
-from kernels.mla_decode_vendors import needs_flashinfer
+from kernels.mla_decode_vendors import needs_flashinfer_modules
 
 __all__ = ["FlashInferVarlen", "needs_flashinfer"]
 
 QK_DIM, VALUE_DIM = 192, 128
 WORKSPACE_BYTES = 128 << 20
 PLANS = 4  # that may be alive at a time
+MODULE = (
+    "batch_prefill_with_kv_cache_dtype_q_bf16_dtype_kv_bf16_dtype_o_bf16_dtype_idx_i32_head_dim_qk_192_head_dim_vo_128_"
+    "posenc_0_use_swa_False_use_logits_cap_False_f16qk_False_sm90"
+)
+needs_flashinfer = needs_flashinfer_modules(MODULE)
 
 
 class FlashInferVarlen:

@@ -25,7 +25,7 @@ import torch
 
 from kernels import latent_store, rope
 from kernels.latent_store import finished_latent, rotated, rounded
-from kernels.mla_decode_vendors import needs_flashinfer
+from kernels.mla_decode_vendors import needs_flashinfer_modules
 from kernels.select import Backend
 from kernels.triton_support import jit, needs_triton, tl, triton
 
@@ -182,7 +182,7 @@ def _flashinfer(
 
 BACKENDS = (
     Backend("triton", _triton, why_not=needs_triton),
-    Backend("flashinfer", _flashinfer, why_not=needs_flashinfer),
+    Backend("flashinfer", _flashinfer, why_not=needs_flashinfer_modules("rope")),
     Backend("reference", reference),
 )
 STORE_BACKENDS = (

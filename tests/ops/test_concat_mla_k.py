@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import concat_mla_k
-from kernels.mla_decode_vendors import needs_flashinfer
+from kernels.mla_decode_vendors import needs_flashinfer_modules
 
 
 def inputs(tokens, heads, nope, value, rope, dtype, device):
@@ -61,7 +61,7 @@ def test_more_than_two_to_the_31_elements(gpu):
 
 
 def test_flashinfer_copies_the_same_bits_and_refuses_other_shapes(gpu):
-    if reason := needs_flashinfer(gpu):
+    if reason := needs_flashinfer_modules("concat_mla")(gpu):
         pytest.skip(reason)
     k_nope, k_rope = inputs(33, 128, 128, 128, 64, torch.bfloat16, gpu)
     assert torch.equal(concat_mla_k._flashinfer(k_nope, k_rope), concat_mla_k.reference(k_nope, k_rope))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import rope_quantize
-from kernels.mla_decode_vendors import needs_flashinfer
+from kernels.mla_decode_vendors import needs_flashinfer_modules
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 SHAPES = [(8, 32, 32, 128), (3, 12, 8, 24), (20, 512, 64, 512)]  # heads, width of q's plain part, rope, latent
@@ -107,7 +107,7 @@ def test_any_values_on_a_gpu(gpu, shape):
 
 
 def test_flashinfer_makes_the_same_values(gpu):
-    if reason := needs_flashinfer(gpu):
+    if reason := needs_flashinfer_modules("rope")(gpu):
         pytest.skip(reason)
     q, rows = torch.randn(77, 128, 576, device=gpu).to(BF16), torch.randn(77, 576, device=gpu).to(BF16)
     angle = torch.rand(77, 32, device=gpu) * 7
