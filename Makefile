@@ -3,6 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN_STAMP := .venv/.installed-run
 TEST_STAMP := .venv/.installed-test
+# There after `make install-gpu`: then its set stays, whatever else is made. It has another torch, triton and Mooncake.
+GPU_STAMP := .venv/.installed-gpu
+ON_GPU := $(wildcard $(GPU_STAMP))
+RUN_SET := $(if $(ON_GPU),requirements-gpu.txt,requirements.txt)
+ALONE := $(if $(ON_GPU),-r requirements-gpu-alone.txt) -r requirements-alone.txt
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .PHONY: run test test-full install install-test install-gpu transfer-library protos golden llama lint clean
 
@@ -19,31 +25,37 @@ install: $(RUN_STAMP) transfer-library
 
 install-test: $(TEST_STAMP) transfer-library
 
-$(RUN_STAMP): requirements.txt requirements-alone.txt pyproject.toml
+$(RUN_STAMP): $(RUN_SET) $(filter %.txt,$(ALONE)) pyproject.toml
 	@echo "Creating .venv (this downloads torch once) ..."
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
 		|| { echo "Headrace needs Python 3.11 or 3.12; say which with: make run PYTHON=python3.11"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-alone.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@$(PIP) install -r $(RUN_SET)
+	@$(PIP) install --no-deps $(ALONE)
+	@$(PIP) install --no-deps --editable .
 	@$(BIN)/python -m kernels.cpu_library || echo "Continuing on torch's own kernels, which are slower here."
+ifneq ($(ON_GPU),)
+	@$(BIN)/python -m kernels.cuda_library || echo "Continuing on Triton and cuBLAS for FP8 products, which are slower."
+	@$(BIN)/python -m kernels.nvfp4_hopper || echo "Continuing on Triton for NVFP4 products, which is slower."
+endif
 	@touch $@
 
-$(TEST_STAMP): $(RUN_STAMP) requirements-test.txt requirements-test-alone.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-test-alone.txt
+# On a CPU the tests run Triton's interpreter, of the version they know; on a GPU the triton that fits torch stays.
+$(TEST_STAMP): $(RUN_STAMP) requirements-test.txt requirements-test-alone.txt requirements-test-triton.txt
+	@$(PIP) install -r $(RUN_SET) -r requirements-test.txt
+	@$(PIP) install --no-deps -r requirements-test-alone.txt
+	@$(if $(ON_GPU),$(BIN)/python -c 'import triton' 2>/dev/null ||) $(PIP) install --no-deps -r requirements-test-triton.txt
 	@touch $@
 
-# On a GPU host, instead of `install`; `headrace bench kernels` and compose/h200.toml then work.
-install-gpu: transfer-library
+# On a GPU host, instead of `install`; `headrace bench kernels` and compose/h200.toml then work. Both builds of Mooncake own
+# the same files: where the other one is, both go first.
+install-gpu:
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-gpu.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-gpu-alone.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-alone.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
-	@$(BIN)/python -m kernels.cpu_library && $(BIN)/python -m kernels.cuda_library
-	@touch $(RUN_STAMP)
+	@! $(PIP) show mooncake-transfer-engine-non-cuda >/dev/null 2>&1 \
+		|| $(PIP) uninstall --yes mooncake-transfer-engine-non-cuda mooncake-transfer-engine-cuda13
+	@touch $(GPU_STAMP)
+	@rm -f $(RUN_STAMP)
+	@$(MAKE) install
 
 # Mooncake needs libibverbs.so.1 even over TCP. Without it the mesh runs on the `grpc` transfer, with a warning.
 transfer-library:
