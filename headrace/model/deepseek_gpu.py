@@ -21,6 +21,7 @@ from headrace.model.deepseek import ForwardBatch, Phase
 from headrace.model.gpu_kernels import GpuKernels
 from headrace.model.gpu_layers import DecodeStep, GpuBlock, GpuMoE, PrefillStep
 from headrace.model.gpu_linear import PLAIN
+from headrace.upload import upload
 from kernels import latent_store
 
 SMALLEST_OPENED = 8  # decode attention is opened for powers of two from here on: sequences, and blocks of each
@@ -256,8 +257,8 @@ def one_token_each(batch: ForwardBatch) -> tuple[DecodeInputs, np.ndarray]:
     if tokens != len(tables) or (lens != 1).any():
         picked = np.zeros(tokens, np.int64)
         picked[: len(owner)] = owner
-        tables = tables.index_select(0, uploaded(picked, tables.device))
-    lens_there = uploaded(contexts, tables.device)
+        tables = tables.index_select(0, upload(picked, tables.device))
+    lens_there = upload(contexts, tables.device)
     return DecodeInputs(batch.token_ids, batch.positions, batch.slots, tables, lens_there), contexts
 
 
@@ -266,14 +267,8 @@ def packed_context_slots(block_tables: torch.Tensor, context_lens: list[int], bl
     lens = np.asarray(context_lens, np.int64)
     owner = np.repeat(np.arange(len(lens)), lens)
     place = np.arange(len(owner)) - (lens.cumsum() - lens)[owner]
-    at = uploaded(np.stack((owner, place // block_size, place % block_size)), block_tables.device)
+    at = upload(np.stack((owner, place // block_size, place % block_size)), block_tables.device)
     return block_tables[at[0], at[1]].long() * block_size + at[2]
-
-
-def uploaded(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On the device, through pinned memory where there is a device to upload to."""
-    made = torch.from_numpy(np.ascontiguousarray(array))
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
 def _power_of_two(count: int) -> int:
