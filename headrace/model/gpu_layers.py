@@ -41,8 +41,8 @@ class PrefillStep:
     """What all layers of one prefill share; sequences packed, no padding.
 
     attention: an open `mla_prefill` back end
-    plan, last_plan: what it planned for every token and for those whose logits are taken
-    last_rows     [n] int64, which tokens those are, or None when the last layer attends for all
+    plan: what it planned for every token, or for those of `query_rows` once these are set
+    query_rows    [n] int64, the tokens that attend in the last layer where only their logits are taken; None: all do
     context_slots [sum of context_lens] int64 where some context is longer than its new tokens, else None
     """
 

@@ -79,10 +79,7 @@ def load_transformer(
     if on_gpu:
         return load_gpu_transformer(checkpoint, device, weight_dtype, kv_dtype)
     dtype = torch.float32 if exact else dtype or choose_dtype(device, exact)
-    transformer = _Builder(checkpoint, device, dtype, exact, kernels).transformer()
-    if kv_dtype:
-        transformer.pool_dtype = KV_DTYPES[kv_dtype]
-    return transformer
+    return _Builder(checkpoint, device, dtype, exact, kernels, kv_dtype).transformer()
 
 
 def refuse_formats(on_gpu: bool, exact: bool, weight_dtype: str, kv_dtype: str) -> None:
@@ -128,10 +125,17 @@ class _Builder:
     """Reads each tensor once, onto the device, in the shape the layers want."""
 
     def __init__(
-        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, exact: bool, kernels: str | None
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        exact: bool,
+        kernels: str | None,
+        kv_dtype: str = "",
     ):
         self.checkpoint, self.config = checkpoint, checkpoint.config
         self.device, self.dtype, self.exact = device, dtype, exact
+        self.pool_dtype = KV_DTYPES[kv_dtype or ("fp32" if exact else "bf16")]
         self.kernels = Kernels(self.config, device, dtype, exact, kernels)
         self.prepare = self.kernels.linear.prepare
 
@@ -141,7 +145,7 @@ class _Builder:
     def transformer(self) -> Transformer:
         embedding = self.get("model.embed_tokens.weight")
         tied = self.config.tie_word_embeddings
-        return Transformer(
+        made = Transformer(
             self.config,
             device=self.device,
             dtype=self.dtype,
@@ -154,6 +158,8 @@ class _Builder:
             precision=self.precision(),
             mtp_tensors=mtp_tensors(self.checkpoint),
         )
+        made.pool_dtype = self.pool_dtype
+        return made
 
     def block(self, layer: int) -> Block:
         prefix = f"model.layers.{layer}."
@@ -216,7 +222,6 @@ class _Builder:
         stored = f"{self.config.quantisation} on disk, " if self.config.quantisation else ""
         packed = " (weights kept in bf16 where exact)" if self.kernels.family == "c" else ""
         products = f"{stored}{_name(self.dtype)}{packed}"
-        kv = _name(torch.float32 if self.exact else torch.bfloat16)
         return [
             ("embedding, head", _name(self.dtype)),
             ("attention projections", products),
@@ -224,7 +229,7 @@ class _Builder:
             ("router logits, softmax", "fp32"),
             ("norm statistics", "fp32"),
             ("residual stream", _name(self.dtype)),
-            ("KV rows", kv),
+            ("KV rows", _name(self.pool_dtype)),
             ("kernels", self.kernels.family),
         ]
 

@@ -192,7 +192,8 @@ def test_formats_that_a_cpu_does_not_have_are_refused_by_setting(directory, weig
 
 
 def test_fast_rows_on_a_cpu_can_be_fp32(directory):
-    assert load_transformer(directory, exact=False, kv_dtype="fp32").pool_dtype == torch.float32
+    served = load_transformer(directory, exact=False, kv_dtype="fp32")
+    assert served.pool_dtype == torch.float32 and dict(served.precision_table())["KV rows"] == "fp32"
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "nvfp4"])
