@@ -32,11 +32,21 @@ DENSE, CONTIGUOUS_MODE, MASKED_MODE = 0, 1, 2  # as in grouped_fp8.cu
 ROW_TILES_TOGETHER = 8  # whose columns are walked together, for the L2 cache
 FEW_ROWS = 64  # an expert: narrow tiles in Triton
 CLUSTER = 2  # blocks that share rows
+CUDA_EXPERTS, CUDA_N, CUDA_K = 128, 8, 16  # what grouped_fp8.cu takes: most experts, multiples of n and k
 
 
 def row_multiple_for(rows_per_expert: int) -> int:
     """What to align `starts` to when an expert has about this many rows."""
     return ROW_MULTIPLE
+
+
+def cuda_misfit(experts: int, n: int, k: int) -> str | None:
+    """None when grouped_fp8.cu takes weights [experts, n, k], else why not."""
+    if experts > CUDA_EXPERTS:
+        return f"takes at most {CUDA_EXPERTS} experts, not {experts}"
+    if n % CUDA_N or k % CUDA_K:
+        return f"takes n in multiples of {CUDA_N} and k of {CUDA_K}, not {n} x {k}"
+    return None
 
 
 def reference(rows: Fp8Rows, weight: Fp8Weight, starts: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ model is tested where there is no GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ class GpuKernels:
         wanted = dict(wanted or {})
         self.device, self.chosen = device, {}
         self._wanted_decode, self._wanted_prefill = wanted.pop("mla_decode", None), wanted.pop("mla_prefill", None)
-        wanted_fp8 = wanted.get("fp8_linear")
+        wanted_fp8, self._wanted_groups = wanted.get("fp8_linear"), wanted.get("grouped_fp8")
         for op, backends in OPS.items():
             usable = [backend for backend in backends if backend.name != "c"]  # fp32 on the CPU only
             found = choose(usable, device, wanted.pop(op, None), op=op)
@@ -160,14 +160,27 @@ class GpuKernels:
         return cublas.run
 
     def groups(self, weight: Weight) -> Any:
-        """The same for weights [e, out, in] over rows in expert order."""
+        """The same for weights [e, out, in] over rows in expert order. Raises BackendUnavailable where the back end that was
+        asked for does not take these sizes."""
         name = format_of(weight)
         if name == "bf16":
             return PlainGroups(weight)
         if name == "fp8":
-            return PreparedGroups(self.grouped_fp8, weight, FP8)
+            return PreparedGroups(self._grouped_fp8(weight), weight, FP8)
         backend = self.grouped_nvfp4
         return PreparedGroups(backend.run, backend.prepare(weight), grouped_nvfp4.ROWS)
+
+    def _grouped_fp8(self, weight: Fp8Weight) -> Callable[..., torch.Tensor]:
+        """The chosen back end, or the next one for sizes that Hopper's kernel does not take."""
+        misfit = grouped_linear.cuda_misfit(*weight.data.shape)
+        if misfit is None or not self.chosen["grouped_fp8"].startswith("cuda"):
+            return self.grouped_fp8
+        if self._wanted_groups is not None:
+            raise BackendUnavailable(f"grouped_fp8: back end 'cuda' was asked for and {misfit}")
+        others = [backend for backend in grouped_linear.CONTIGUOUS_BACKENDS if backend.name != "cuda"]
+        found = choose(others, self.device, op="grouped_fp8")
+        self.chosen["grouped_fp8"] = f"cuda, {found.name} where it {misfit}"
+        return found.run
 
     @staticmethod
     def room_for_experts(choices: int, num_experts: int, num_local: int) -> tuple[int, int]:

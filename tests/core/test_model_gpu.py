@@ -19,7 +19,9 @@ from headrace.model.gpu_linear import ByRows, PreparedLinear, Rows
 from headrace.model.random_checkpoint import write_random_checkpoint
 from headrace.model.weights import load_gpu_transformer, load_transformer
 from headrace.parallel.experts import LocalExchange
+from kernels import grouped_linear
 from kernels.fp8 import Fp8Weight
+from kernels.select import BackendUnavailable
 from tests.core.model_driver import Driver
 
 CPU = torch.device("cpu")
@@ -281,6 +283,33 @@ def test_many_rows_may_go_to_another_back_end():
     linear = ByRows(few, many, 4)
     assert torch.equal(linear(Rows(torch.ones(3, 2))), torch.full((3, 2), 2.0))
     assert torch.equal(linear(Rows(torch.ones(4, 2))), torch.full((4, 2), 3.0))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fits"),
+    [((128, 256, 128), True), ((129, 256, 128), False), ((8, 252, 128), False), ((8, 256, 136), False)],
+)
+def test_sizes_that_hoppers_grouped_kernel_does_not_take_go_to_another(sizes, fits):
+    def hopper(rows, weight, starts):
+        raise AssertionError("not on this host")
+
+    def kernels(wanted: dict[str, str]) -> GpuKernels:
+        made = GpuKernels(CPU, wanted)
+        made.grouped_fp8, made.chosen["grouped_fp8"] = hopper, "cuda"  # as on a Hopper GPU
+        return made
+
+    experts, n, k = sizes
+    scale = torch.ones(experts, -(-n // 128), -(-k // 128))
+    weight = Fp8Weight(torch.zeros(experts, n, k, dtype=torch.float8_e4m3fn), scale)
+    plain = kernels({})
+    assert (plain.groups(weight).run is hopper) == fits
+    assert plain.groups(weight).run in (hopper, grouped_linear.reference)
+    asked = kernels({"grouped_fp8": "reference"})  # stands for "cuda", which no CPU would let us ask for
+    if fits:
+        assert asked.groups(weight).run is hopper
+    else:
+        with pytest.raises(BackendUnavailable, match="was asked for and takes"):
+            asked.groups(weight)
 
 
 def test_context_slots_are_packed_without_asking_the_device():
