@@ -12,6 +12,7 @@ from headrace.cache.blocks import BlockState
 from headrace.client import KvStoreClient, Peers
 from headrace.engine.prefill import PrefillBatcher
 from headrace.engine.request import PrefillJob, PrefillSequence
+from headrace.faults import Faults
 from headrace.process import Start
 from headrace.protocol import SamplingParams, WorkerIdentity
 from headrace.registry import Registry
@@ -46,35 +47,31 @@ async def open_prefiller(
     batcher = PrefillBatcher(worker.runner, config.engine.max_batch_tokens)
     worker.engine.add_source(batcher)
     faults = start.faults()
-    pusher = Pusher(
-        source,
-        worker.rows,
-        worker.layout.block_size,
-        worker.layout.layer_count,
-        config.prefill.expiry_margin_s,
-        faults,
-    )
+    pusher = _pusher(worker, source, config.prefill.expiry_margin_s, faults)
     pusher.start()
     publisher = Publisher(identity, lambda: _catalogue(registry, peers), start.clock, config.kvstore.publish_ttl_s)
     worker.blocks.on_evict = publisher.withdraw
+    opened = Prefiller.open(
+        config.prefill,
+        info,
+        pool=worker.blocks,
+        batcher=batcher,
+        pusher=pusher,
+        decode=decode or peers.decode,
+        publisher=publisher,
+        clock=start.clock,
+        faults=faults,
+    )
     try:
-        async with (
-            Prefiller.open(
-                config.prefill,
-                info,
-                pool=worker.blocks,
-                batcher=batcher,
-                pusher=pusher,
-                decode=decode or peers.decode,
-                publisher=publisher,
-                clock=start.clock,
-                faults=faults,
-            ) as core,
-            _running(publisher.run()),
-        ):
+        async with opened as core, _running(publisher.run()):
             yield core
     finally:
         await asyncio.to_thread(pusher.stop, 2 * config.transfer.timeout_s)
+
+
+def _pusher(worker: Worker, source: TransferSource, margin_s: float, faults: Faults) -> Pusher:
+    layout = worker.layout
+    return Pusher(source, worker.rows, layout.block_size, layout.layer_count, margin_s, faults)
 
 
 async def warm_up(worker: Worker) -> None:
