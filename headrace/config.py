@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import sysconfig
 import tomllib
 import types
 import typing
@@ -377,6 +378,15 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
 def apply_environment(values: Mapping[str, str]) -> None:
     """Sets variables that a library reads when it loads; called by process starts before they import it."""
     os.environ.update(values)
+
+
+def find_own_programs() -> None:
+    """Puts the programs installed beside this Python last on PATH: FlashInfer calls `ninja` by its name alone, and nobody need
+    have activated the environment."""
+    own = sysconfig.get_path("scripts")
+    path = os.environ.get("PATH", os.defpath)
+    if own not in path.split(os.pathsep):
+        apply_environment({"PATH": f"{path}{os.pathsep}{own}"})
 
 
 def environment_value(name: str) -> str | None:

@@ -31,6 +31,7 @@ app.add_typer(bench.app, name="bench", help="Measure.")
 def main() -> None:
     """Entry point of `headrace`."""
     configuration.apply_environment(configuration.THREAD_ENVIRONMENT)
+    configuration.find_own_programs()
     try:
         app()
     except HeadraceError as error:

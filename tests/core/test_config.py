@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 import typing
 from pathlib import Path
 
@@ -235,3 +236,15 @@ def test_the_settings_that_are_shipped_load():
     loaded = config.load(Path(__file__).resolve().parents[2] / "compose" / "h200.toml", environment={})
     assert loaded.engine.device == "cuda:0" and loaded.transfer.link == "tcp"
     assert config.load(flags=["transfer.link=nvlink_intra", "engine.device=cuda:0"]).transfer.link == "nvlink_intra"
+
+
+def test_programs_beside_python_are_found_after_all_others_and_added_once(tmp_path, monkeypatch):
+    own = tmp_path / "bin"
+    own.mkdir()
+    (own / "ninja-of-ours").touch(0o755)
+    monkeypatch.setattr(config.sysconfig, "get_path", lambda name: str(own))
+    monkeypatch.setenv("PATH", "/first:/second")
+    config.find_own_programs()
+    config.find_own_programs()
+    assert config.environment_value("PATH") == f"/first:/second:{own}"
+    assert shutil.which("ninja-of-ours") == str(own / "ninja-of-ours")
