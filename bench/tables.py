@@ -45,6 +45,34 @@ def kernels(result: dict[str, Any]) -> str:
     )
 
 
+OURS = ("triton", "cuda", "gluon")
+
+
+def kernels_short(result: dict[str, Any]) -> str:
+    """One line an op and shape: our fastest back end beside the best public kernel."""
+    best: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in result["rows"]:
+        key = row["op"], row["shape"]
+        if row["backend"] in OURS and (key not in best or row["us"] < best[key]["us"]):
+            best[key] = row
+    return table(
+        ("op", "shape", "ours", "us", "of limit", "best public", "public / ours", "error"),
+        (
+            (
+                row["op"],
+                row["shape"],
+                row["backend"],
+                row["us"],
+                f"{row['fraction_of_limit']:.0%}",
+                row["best_public"],
+                row["ratio_to_best_public"] and f"{row['ratio_to_best_public']:.2f}x",
+                f"{row['max_error']:.1e}",
+            )
+            for row in best.values()
+        ),
+    )
+
+
 def rank(result: dict[str, Any]) -> str:
     """Decode and prefill rows of one rank."""
     return table(
@@ -134,7 +162,7 @@ def main(directory: Path) -> None:
         print(rank(found["rank"]), sweep(found["rank"]), sep="\n\n", end="\n\n")
         print(ops_of(found["rank"], "decode", 256), ops_of(found["rank"], "prefill", 65536), sep="\n\n", end="\n\n")
     if "kernels" in found:
-        print(kernels(found["kernels"]), end="\n\n")
+        print(kernels_short(found["kernels"]), kernels(found["kernels"]), sep="\n\n", end="\n\n")
     if "transfer" in found:
         print(transfer(found["transfer"]))
 
