@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-OURS, PUBLIC, LIMIT = "#1b6ca8", "#b0b0b0", "#c0392b"
+from bench.tables import best_of_ours
+
+OURS, LIMIT = "#1b6ca8", "#c0392b"
 
 
 def draw_all(directory: Path) -> list[Path]:
@@ -24,24 +26,30 @@ def draw_all(directory: Path) -> list[Path]:
         source = directory / f"{source_name}.json"
         if source.exists():
             figure = draw(json.loads(source.read_text(encoding="utf-8")))
-            figure.savefig(directory / f"{name}.png", dpi=110, bbox_inches="tight", metadata={"Software": None})
+            figure.savefig(directory / f"{name}.png", dpi=90, bbox_inches="tight", metadata={"Software": None})
             made.append(directory / f"{name}.png")
     return made
 
 
 def _kernels(result: dict[str, Any]):
-    """Each op and shape: the fraction of the hardware's limit that every back end reached."""
+    """Each op and shape: the fraction of the hardware's limit that ours and the best public kernel reached."""
     import matplotlib.pyplot as plt
 
-    rows = sorted(result["rows"], key=lambda row: (row["op"], row["shape"], row["backend"]))
-    labels = [f"{row['op']} {row['shape']} {row['backend']}" for row in rows]
-    figure, axis = plt.subplots(figsize=(9, 0.22 * len(rows) + 1))
-    colours = [PUBLIC if row["backend"] == row["best_public"] else OURS for row in rows]
-    axis.barh(range(len(rows)), [100 * row["fraction_of_limit"] for row in rows], color=colours)
-    axis.set_yticks(range(len(rows)), labels, fontsize=6)
-    axis.invert_yaxis()
-    axis.axvline(100, color=LIMIT, linewidth=1)
-    axis.set_xlabel("% of the limit measured in the same run (grey: best public kernel)")
+    rows = best_of_ours(result)
+    figure, axis = plt.subplots(figsize=(8, 0.16 * len(rows) + 1))
+    places = range(len(rows))
+    axis.barh(places, [100 * row["fraction_of_limit"] for row in rows], color=OURS, height=0.7, label="ours")
+    public = [
+        (place, 100 * row["fraction_of_limit"] / row["ratio_to_best_public"])
+        for place, row in enumerate(rows)
+        if row["ratio_to_best_public"]
+    ]
+    axis.plot([x for _, x in public], [y for y, _ in public], "|", color=LIMIT, markersize=6, label="best public")
+    axis.set_yticks(places, [f"{row['op']} {row['shape']}" for row in rows], fontsize=5)
+    axis.set_ylim(len(rows), -1)
+    axis.set_xlim(0, 110)
+    axis.set_xlabel("% of the limit measured in the same run")
+    axis.legend(fontsize=7, loc="lower right")
     return figure
 
 

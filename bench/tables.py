@@ -38,7 +38,7 @@ def kernels(result: dict[str, Any]) -> str:
                 f"{row['fraction_of_limit']:.0%}",
                 row["ratio_to_best_public"] and f"{row['ratio_to_best_public']:.2f}x",
                 row["best_public"],
-                f"{row['max_error']:.1e}",
+                None if row["max_error"] is None else f"{row['max_error']:.1e}",
             )
             for row in rows
         ),
@@ -48,13 +48,18 @@ def kernels(result: dict[str, Any]) -> str:
 OURS = ("triton", "cuda", "gluon")
 
 
-def kernels_short(result: dict[str, Any]) -> str:
-    """One line an op and shape: our fastest back end beside the best public kernel."""
+def best_of_ours(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The fastest row of our own for each op and shape."""
     best: dict[tuple[str, str], dict[str, Any]] = {}
     for row in result["rows"]:
         key = row["op"], row["shape"]
         if row["backend"] in OURS and (key not in best or row["us"] < best[key]["us"]):
             best[key] = row
+    return list(best.values())
+
+
+def kernels_short(result: dict[str, Any]) -> str:
+    """One line an op and shape: our fastest back end beside the best public kernel."""
     return table(
         ("op", "shape", "ours", "us", "of limit", "best public", "public / ours", "error"),
         (
@@ -66,9 +71,9 @@ def kernels_short(result: dict[str, Any]) -> str:
                 f"{row['fraction_of_limit']:.0%}",
                 row["best_public"],
                 row["ratio_to_best_public"] and f"{row['ratio_to_best_public']:.2f}x",
-                f"{row['max_error']:.1e}",
+                None if row["max_error"] is None else f"{row['max_error']:.1e}",
             )
-            for row in best.values()
+            for row in best_of_ours(result)
         ),
     )
 

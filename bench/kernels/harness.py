@@ -43,7 +43,8 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Row:
-    """One op, shape and back end. `us` median microseconds a call; `max_error` as `relative_error` says."""
+    """One op, shape and back end. `us` median microseconds a call; `max_error` as `relative_error` says, None where it was
+    not measured (the row is what others are compared with)."""
 
     op: str
     shape: str
@@ -52,7 +53,7 @@ class Row:
     fraction_of_limit: float
     ratio_to_best_public: float | None
     best_public: str | None
-    max_error: float
+    max_error: float | None
     notes: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
@@ -137,11 +138,12 @@ def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
 
 @dataclass
 class Candidate:
-    """One way to compute the op. `calls`: one for each input set. `public`: somebody else's kernel. `error`: of set 0."""
+    """One way to compute the op. `calls`: one for each input set. `public`: somebody else's kernel. `error`: of set 0, None
+    where the candidate is what others are compared with."""
 
     name: str
     calls: Sequence[Call]
-    error: float
+    error: float | None
     public: bool = False
     graph: bool = True
     notes: dict[str, Any] = field(default_factory=dict)
@@ -180,6 +182,6 @@ def rows_of(
         ratio = "" if row.ratio_to_best_public is None else f"  {row.ratio_to_best_public:.2f}x {row.best_public}"
         progress(
             f"{op:28} {shape:32} {row.backend:14} {row.us:9.1f} us  {row.fraction_of_limit:6.1%}"
-            f"  error {row.max_error:.1e}{ratio}"
+            f"  error {'-' if row.max_error is None else format(row.max_error, '.1e')}{ratio}"
         )
     return rows

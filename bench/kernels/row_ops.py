@@ -168,7 +168,7 @@ def gate_cases(tokens: int, device: torch.device):
         error = error_of(weights.sort(-1, descending=True)[0], want.sort(-1, descending=True)[0])
         candidates.append(Candidate("flashinfer", [lambda s=s: call(s) for s in sets], error, True))
     eager = lambda: gate._torch(sets[0].clone(), bias, LIMITS)  # noqa: E731
-    candidates.append(Candidate("torch eager", [eager], 0.0, True))
+    candidates.append(Candidate("torch eager", [eager], None, True))
     yield "gate", f"[{tokens}, {EXPERTS}]", candidates, tokens * (EXPERTS * 4 + TOP_K * 8)
 
 
@@ -238,7 +238,7 @@ def checksum_cases(tokens: int, device: torch.device):
         value, expected = run(pools[0], slots, 0).item(), eager(pools[0], slots, 0).item()
         candidates = [
             Candidate("triton", [lambda p=p: run(p, slots, 0) for p in pools], float(value != expected)),
-            Candidate("torch eager", [lambda p=p: eager(p, slots, 0) for p in pools[:2]], 0.0, True),
+            Candidate("torch eager", [lambda p=p: eager(p, slots, 0) for p in pools[:2]], None, True),
         ]
         yield "block_checksum", f"[{tokens}, {ROW}] {str(dtype)[6:]}", candidates, tokens * (ROW * size + 8)
 
