@@ -88,7 +88,7 @@ def _concat_rows(device, ceilings, progress, vendor, tokens: int) -> list[Row]:
         return Candidate("triton", calls, relative_error(calls[0](), want))
 
     def eager() -> Candidate:
-        return Candidate("eager", [lambda one=one: concat_mla_k.reference(*one) for one in sets], 0.0, public=True)
+        return Candidate("eager", [lambda one=one: concat_mla_k.reference(*one) for one in sets], None, public=True)
 
     def flashinfer() -> Candidate:
         out = torch.empty_like(want)
@@ -336,7 +336,7 @@ def _sampling_rows(device, ceilings, progress, vendor, batch: int, case: str) ->
     if public is not None:
         name, run = public
         calls = [lambda one=one: run(one) for one in sets]
-        candidates.append(Candidate(name, calls, 0.0, public=True, graph=name == "torch", notes={"other noise": True}))
+        candidates.append(Candidate(name, calls, None, public=True, graph=name == "torch", notes={"other noise": True}))
     limit = ceilings.limit_us(num_bytes)
     return rows_of("sampling", f"batch {batch}, {case}", candidates, limit, progress=progress)
 
