@@ -179,7 +179,9 @@ def test_rows_without_a_finite_logit_and_no_rows(triton_device):
     for heat in (0.0, 1.0):
         columns[1] = torch.full((2,), heat, device=triton_device)
         found = sampling._triton(broken, *columns)
-        assert bool(((found >= 0) & (found < 40)).all()), "a broken row gives a token that exists: the next step reads it"
+        assert bool(((found >= 0) & (found < 40)).all()), (
+            "a broken row gives a token that exists: the next step reads it"
+        )
     with pytest.raises(ValueError, match="fp32"):
         sampling._triton(logits.double(), *columns)
 
