@@ -48,6 +48,11 @@ class DrawnExchange:
     def arrived(self, tokens: int) -> int:
         return self._routing(tokens, False).arrived
 
+    def prepare(self, tokens: int) -> None:
+        """Draws ahead for so many tokens, so that no profile holds the drawing."""
+        for own in (False, True):
+            self._routing(tokens, own)
+
     def dispatch(
         self, rows: torch.Tensor | Fp8Rows, weights: torch.Tensor, ids: torch.Tensor, *, own: bool = False
     ) -> Sent:

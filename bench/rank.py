@@ -262,6 +262,7 @@ class RankBench:
             "communication": NOT_INCLUDED,
         }
         parts = self.open(kv_dtype, count * blocks, 1, length + 1)
+        self.exchange.prepare(min(chunk or tokens, tokens))
         batcher = PrefillBatcher(parts.runner, tokens)
         self.transformer.moe_dp_chunk_tokens = chunk
         try:
