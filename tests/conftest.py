@@ -11,7 +11,12 @@ import pytest
 
 from headrace import config as configuration
 
-configuration.apply_environment(configuration.THREAD_ENVIRONMENT)
+configuration.apply_environment(configuration.THREAD_ENVIRONMENT)  # before torch is loaded
+
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read by triton when the first file of kernels/ is imported, hence here
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

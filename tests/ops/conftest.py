@@ -1,16 +1,12 @@
-"""Devices for op tests: Triton kernels run on the GPU where there is one, else on the CPU through its interpreter."""
+"""Devices for op tests: Triton kernels run on the GPU where there is one, else on the CPU through its interpreter.
+
+`tests/conftest.py` has switched the interpreter on before anything of kernels/ was imported."""
 
 from __future__ import annotations
 
-import os
-
+import exact_casts
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read by triton when kernels/ is imported, hence here
-
-import exact_casts
 
 from kernels.triton_support import triton
 
