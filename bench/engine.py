@@ -21,7 +21,7 @@ import torch
 from bench import against, step_profile
 from bench.against import Progress, Timing
 from headrace.config import EngineConfig
-from headrace.engine.engine import Engine
+from headrace.engine.offline import Engine
 from headrace.engine.request import SampledToken
 from headrace.errors import ConfigError
 from headrace.protocol import SamplingParams

@@ -17,7 +17,7 @@ from typing import Any
 
 from headrace import config as configuration
 from headrace.client import AsyncClient
-from headrace.mesh import Mesh
+from headrace.launch.local import Mesh
 
 TOKENS = 24
 QUESTIONS = 11

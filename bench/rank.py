@@ -26,7 +26,7 @@ from bench.kernels.harness import Ceilings, measure_ceilings
 from bench.kernels.suite import host
 from headrace.config import EngineConfig
 from headrace.engine.decode import DecodeBatcher
-from headrace.engine.engine import EngineParts
+from headrace.engine.offline import EngineParts
 from headrace.engine.prefill import PrefillBatcher
 from headrace.engine.request import DecodeSequence, PrefillJob, PrefillSequence
 from headrace.errors import ConfigError

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from headrace.engine.engine import Engine
+from headrace.engine.offline import Engine
 from headrace.protocol import SamplingParams
 from kernels import cpu_library
 

@@ -201,7 +201,7 @@ class Config:
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     faults: tuple[str, ...] = ()
-    """Fault injection rules, see headrace/faults.py, such as `prefill.push:drop layer=3 times=1`."""
+    """Fault injection rules, see headrace/process/faults.py, such as `prefill.push:drop layer=3 times=1`."""
 
 
 def load(

@@ -16,7 +16,7 @@ from headrace.clock import FakeClock
 from headrace.config import DecodeConfig
 from headrace.engine.request import SampledToken
 from headrace.errors import TransferError, Unavailable
-from headrace.faults import Faults
+from headrace.process.faults import Faults
 from services.decode.core import Decoder
 from services.decode.ports import Collaborators
 

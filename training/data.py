@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from headrace import recall
+from headrace.evals import recall
 from training.corpus import Work, is_held_out, read_works
 from training.settings import Settings
 from training.skills import Stories, WordEncoder, Writer
@@ -108,7 +108,7 @@ def _words(works: list[Work], tokenizer: Tokenizer) -> list[str]:
 def pack(writer: Writer, settings: Settings, length: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """One batch of documents laid end to end.
 
-    Returns ids [rows, length + 2] uint16 and kinds [rows, length + 2] uint8 (headrace.recall.Kind): two ids more than
+    Returns ids [rows, length + 2] uint16 and kinds [rows, length + 2] uint8 (headrace.evals.recall.Kind): two ids more than
     the length, for the next token and the one after it.
     """
     names, shares = zip(*settings.draws, strict=True)

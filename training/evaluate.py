@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from headrace import recall
+from headrace.evals import recall
 from training.model import TinyModel
 from training.skills import BEGIN_ID, END_ID
 

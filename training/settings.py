@@ -64,7 +64,7 @@ class Settings:
     """Step of the routers' correction bias; a quarter of it in the last fifth of the time."""
 
     loss_weights: tuple[float, ...] = (0.0, 0.0, 0.3, 1.0, 5.0)
-    """By `headrace.recall.Kind`: random content, filler, template, story, answer."""
+    """By `headrace.evals.recall.Kind`: random content, filler, template, story, answer."""
     draws: tuple[tuple[str, float], ...] = (
         ("story", 0.46),
         ("haystack", 0.20),

@@ -1,7 +1,7 @@
 """Write one training document: a story, facts and questions, a chat, something to copy, a count.
 
 Documents are built as ids from the start: every word is encoded once and then looked up, which is what makes millions of
-fresh tokens a second possible. `headrace.recall` supplies the wording, so what is trained is what is asked.
+fresh tokens a second possible. `headrace.evals.recall` supplies the wording, so what is trained is what is asked.
 """
 
 import random
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace import recall
-from headrace.recall import Draft, Fact, Kind
+from headrace.evals import recall
+from headrace.evals.recall import Draft, Fact, Kind
 
 BEGIN_ID, END_ID = 0, 1
 _WORDS = re.compile(r" ?[^ ]+")
@@ -181,7 +181,7 @@ class FactSource:
 class Writer:
     """Writes documents of every kind from its own random numbers.
 
-    words, letter_strings   what keys and values are made of, beside the lists of `headrace.recall`
+    words, letter_strings   what keys and values are made of, beside the lists of `headrace.evals.recall`
     """
 
     rng: random.Random

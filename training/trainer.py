@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from headrace.recall import Kind
+from headrace.evals.recall import Kind
 from training.data import Workers
 from training.model import NUM_KINDS, ExpertLayer, TinyModel
 from training.muon import Muon

@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import AutoTokenizer, DeepseekV3ForCausalLM
 
-from headrace import recall
+from headrace.evals import recall
 
 COUNTS = {256: 20, 1024: 8, 3500: 2}
 PROMPT = "The code of silver pony is 48213. The boy went home and slept. What is the code of silver pony?"

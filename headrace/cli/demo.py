@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from headrace import telemetry
 from headrace.cli import options
 from headrace.cli.generate import answer_to_json, collect, show
 from headrace.cli.trace import draw_spans, ring_directory
@@ -20,7 +19,8 @@ from headrace.cli.up import with_working_transfer
 from headrace.client import Client
 from headrace.config import Config
 from headrace.errors import InternalError
-from headrace.mesh import Mesh
+from headrace.launch.local import Mesh
+from headrace.observe import telemetry
 
 STORY = "Once upon a time there was a little girl who lived"
 STAGES = ("router.generate", "prefill.forward", "prefill.push", "decode.commit", "decode.generate", "router.stream")

@@ -16,10 +16,10 @@ from rich.table import Table
 
 import kernels
 from headrace import config as configuration
-from headrace.bundled_redis import server_binary
 from headrace.cli import options
 from headrace.config import Config
 from headrace.errors import ConfigError, HeadraceError
+from headrace.launch.redis_server import server_binary
 from headrace.transfer.mooncake import why_not_link, why_not_mooncake
 from kernels.select import Backend
 
@@ -130,7 +130,7 @@ def _device_note(torch) -> str:
 
 
 def _tokenizer(config: Config) -> str:
-    from headrace.model.tokenizer import Tokenizer
+    from headrace.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(configuration.model_directory(config))
     return f"{tokenizer.vocab_size} entries"

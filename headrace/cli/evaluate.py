@@ -24,10 +24,10 @@ from headrace import config as configuration
 from headrace.cli import options
 from headrace.config import Config
 from headrace.errors import CheckpointError, ConfigError
-from headrace.model.chat import ChatTemplate
-from headrace.model.tokenizer import Tokenizer
+from headrace.evals.recall import SHORTEST, VALUE_KINDS, RecallCase, make_cases
 from headrace.protocol import SamplingParams
-from headrace.recall import SHORTEST, VALUE_KINDS, RecallCase, make_cases
+from headrace.text.chat import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
 
 DEFAULT_CASES = {256: 200, 1024: 100, 3500: 30}
 GROUP_TOKENS = 28_000
@@ -82,7 +82,7 @@ def evaluate(
 
 
 def _open_engine(directory: Path, config: Config, eos_ids: tuple[int, ...]):
-    from headrace.engine.engine import Engine
+    from headrace.engine.offline import Engine
 
     engine = Engine.load(directory, config.engine)
 

@@ -9,7 +9,7 @@ import typer
 from headrace import config as configuration
 from headrace.config import Config
 from headrace.errors import ConfigError
-from headrace.mesh import find_router
+from headrace.launch.local import find_router
 
 ConfigFile = Annotated[str | None, typer.Option("--config", help="TOML file with settings.")]
 Flags = Annotated[list[str] | None, typer.Option("--set", help="A setting, as part.key=value; may be repeated.")]

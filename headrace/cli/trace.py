@@ -12,11 +12,11 @@ import typer
 from rich.console import Console
 
 from headrace import config as configuration
-from headrace import telemetry
 from headrace.cli import options
 from headrace.cli.waterfall import Bar, draw, note
 from headrace.config import Config
 from headrace.errors import NotFound
+from headrace.observe import telemetry
 
 
 def trace(

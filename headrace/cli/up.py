@@ -14,7 +14,7 @@ from rich.table import Table
 
 from headrace.cli import options
 from headrace.config import Config
-from headrace.mesh import Mesh, MeshPlan, plan
+from headrace.launch.local import Mesh, MeshPlan, plan
 from headrace.transfer.mooncake import why_not_mooncake
 
 

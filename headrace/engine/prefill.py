@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.device import event_now
 from headrace.engine.request import PrefillJob, finish_reason
 from headrace.engine.runner import Runner, plan_prefill
 from headrace.engine.sampler import SamplingTable
+from headrace.engine.streams import event_now
 from headrace.errors import Cancelled, InvalidRequest
 from headrace.model.deepseek import ForwardBatch
 from headrace.protocol import FinishReason, FirstToken

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from headrace.engine.engine import EngineParts
+from headrace.engine.offline import EngineParts
 from headrace.engine.request import PrefillSequence
 from headrace.engine.runner import plan_prefill
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from headrace.engine.request import SampledToken
+from headrace.engine.upload import upload
 from headrace.protocol import FinishReason
-from headrace.upload import upload
 
 Top = tuple[tuple[int, float], ...]
 

@@ -8,11 +8,12 @@ import dataclasses
 import sys
 
 from headrace import config as configuration
-from headrace import process, rpc, transfer
+from headrace import rpc, transfer
 from headrace.client import Peers
-from headrace.process import Start
+from headrace.engine.rank import open_worker, transfer_environment
+from headrace.process import start as process
+from headrace.process.start import Start
 from headrace.protocol import WorkerIdentity
-from headrace.worker import open_worker, transfer_environment
 from services.decode import server
 from services.decode.compose import open_decoder
 

@@ -10,12 +10,13 @@ import asyncio
 import contextlib
 import dataclasses
 
-from headrace import process, rpc, transfer
+from headrace import rpc, transfer
 from headrace.client import Peers
+from headrace.engine.rank import open_worker
 from headrace.errors import DeadlineExceeded, Unavailable
-from headrace.process import Start
+from headrace.process import start as process
+from headrace.process.start import Start
 from headrace.protocol import CommitCommand, StopState, WorkerIdentity
-from headrace.worker import open_worker
 from services.decode import server as decode_server
 from services.decode.compose import open_decoder
 from services.decode.core import Decoder

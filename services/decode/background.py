@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from headrace import logs
+from headrace.observe import logs
 
 log = logs.get(__name__)
 

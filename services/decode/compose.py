@@ -6,20 +6,20 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from headrace import logs, telemetry
 from headrace.cache.blocks import BlockState
 from headrace.client import Peers
 from headrace.engine.decode import DecodeBatcher
+from headrace.engine.rank import Worker
 from headrace.engine.request import DecodeSequence, SampledToken
 from headrace.engine.sampler import Drawn
 from headrace.engine.step import StepPlan, StepTokens
 from headrace.engine.thread import EngineThread
 from headrace.errors import InternalError
-from headrace.faults import Faults
-from headrace.process import Start
+from headrace.observe import logs, telemetry
+from headrace.process.faults import Faults
+from headrace.process.start import Start
 from headrace.protocol import SamplingParams, StopState, WorkerIdentity
 from headrace.transfer.base import TransferTarget
-from headrace.worker import Worker
 from services.decode.core import Decoder
 from services.decode.ports import Collaborators, StopWriter
 

@@ -15,10 +15,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from headrace import logs, telemetry
 from headrace.cache.blocks import BlockState
 from headrace.config import DecodeConfig
-from headrace.context import request_id_var
 from headrace.engine.request import DecodeSequence
 from headrace.errors import (
     Cancelled,
@@ -30,6 +28,8 @@ from headrace.errors import (
     StaleEpoch,
     Unavailable,
 )
+from headrace.observe import logs, telemetry
+from headrace.observe.context import request_id_var
 from headrace.protocol import (
     CommitCommand,
     DecodeLedger,

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from headrace import logs, telemetry
 from headrace.clock import Clock
 from headrace.engine.request import DecodeSequence, SampledToken
+from headrace.observe import logs, telemetry
 from headrace.protocol import FinishReason, ReserveCommand, SampleEnd, Stage, TokenRecord
 from services.decode.streams import RouterStream, SampleOutput, TokenStreams
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from headrace.cache.blocks import BlockPool
 from headrace.clock import Clock
 from headrace.engine.request import DecodeSequence, SampledToken
-from headrace.faults import Faults
+from headrace.process.faults import Faults
 from headrace.protocol import StopState, TargetDescriptor, WorkerIdentity
 
 Checksums = Callable[[Sequence[int], int, int], Sequence[int]]

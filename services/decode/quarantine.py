@@ -12,10 +12,10 @@ import functools
 import itertools
 from collections.abc import Callable
 
-from headrace import logs, telemetry
 from headrace.clock import Clock
 from headrace.errors import TransferError
-from headrace.faults import Faults
+from headrace.observe import logs, telemetry
+from headrace.process.faults import Faults
 from headrace.protocol import StopState, TargetDescriptor, WorkerIdentity
 from services.decode.background import Background
 from services.decode.ports import StopWriter, Target

@@ -11,10 +11,10 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
-from headrace import telemetry
 from headrace.clock import Clock
 from headrace.engine.request import SampledToken
 from headrace.errors import HeadraceError, Overloaded, Unavailable
+from headrace.observe import telemetry
 from headrace.protocol import SampleEnd, SamplingParams, TokenFrame, TokenRecord, WorkerIdentity
 
 KEPT_FRAMES = 4096

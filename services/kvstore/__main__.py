@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from headrace.errors import Unavailable
-from headrace.process import Start, run_service, serve
-from headrace.registry import Registry
+from headrace.process.registry import Registry
+from headrace.process.start import Start, run_service, serve
 from services.kvstore.core import KvStore
 from services.kvstore.redis_index import RedisIndex
 from services.kvstore.server import SERVICE, register

@@ -18,11 +18,11 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from headrace import logs
 from headrace.clock import Clock
 from headrace.errors import StaleEpoch, Unavailable
+from headrace.observe import logs
+from headrace.process.registry import REDIS_ERRORS, bounded, connect, key
 from headrace.protocol import PrefixHolder, WorkerIdentity
-from headrace.registry import REDIS_ERRORS, bounded, connect, key
 from services.kvstore.core import LOST, Change
 
 log = logs.get(__name__)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace import rpc, telemetry, wire
+from headrace import rpc, wire
+from headrace.observe import telemetry
 from headrace.v1 import kvstore_pb2, kvstore_pb2_grpc
 from services.kvstore.core import KvStore
 

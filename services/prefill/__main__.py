@@ -7,11 +7,12 @@ import contextlib
 import dataclasses
 
 from headrace import config as configuration
-from headrace import process, rpc, transfer
+from headrace import rpc, transfer
 from headrace.client import Peers, RowSender
-from headrace.process import Start
+from headrace.engine.rank import open_worker, transfer_environment
+from headrace.process import start as process
+from headrace.process.start import Start
 from headrace.protocol import WorkerIdentity
-from headrace.worker import open_worker, transfer_environment
 from services.prefill import server
 from services.prefill.compose import open_prefiller
 

@@ -7,17 +7,17 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 
-from headrace import logs
 from headrace.cache.blocks import BlockState
 from headrace.client import KvStoreClient, Peers
 from headrace.engine.prefill import PrefillBatcher
+from headrace.engine.rank import Worker
 from headrace.engine.request import PrefillJob, PrefillSequence
-from headrace.faults import Faults
-from headrace.process import Start
+from headrace.observe import logs
+from headrace.process.faults import Faults
+from headrace.process.registry import Registry
+from headrace.process.start import Start
 from headrace.protocol import SamplingParams, WorkerIdentity
-from headrace.registry import Registry
 from headrace.transfer.base import TransferSource
-from headrace.worker import Worker
 from services.prefill.core import DecodePort, Prefiller
 from services.prefill.publish import Publisher
 from services.prefill.pusher import Pusher

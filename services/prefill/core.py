@@ -16,11 +16,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from headrace import telemetry
 from headrace.cache.blocks import BlockPool, BlockState, block_keys
 from headrace.clock import Clock
 from headrace.config import PrefillConfig
-from headrace.context import traceparent_var
 from headrace.engine.request import PrefillJob
 from headrace.errors import (
     Cancelled,
@@ -35,7 +33,9 @@ from headrace.errors import (
     StaleEpoch,
     Unavailable,
 )
-from headrace.faults import Fault, Faults
+from headrace.observe import telemetry
+from headrace.observe.context import traceparent_var
+from headrace.process.faults import Fault, Faults
 from headrace.protocol import (
     CommitCommand,
     Committed,

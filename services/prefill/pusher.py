@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from headrace.errors import HeadraceError, InternalError, TransferError
-from headrace.faults import Faults
+from headrace.process.faults import Faults
 from headrace.protocol import LayerManifest, TargetDescriptor
 from headrace.transfer.base import REFUSED, RowRun, is_drained, plan_runs
 from services.prefill.leg import Leg

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace import telemetry
+from headrace.observe import telemetry
 from headrace.protocol import Stage, WorkerIdentity
 from services.prefill.leg import Leg
 

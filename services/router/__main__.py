@@ -12,7 +12,7 @@ import dataclasses
 from headrace import config as configuration
 from headrace import rpc
 from headrace.client import Peers
-from headrace.process import Start, print_ready, run_service
+from headrace.process.start import Start, print_ready, run_service
 from headrace.protocol import WorkerIdentity
 from services.router.checkpoint import Checkpoint
 from services.router.core import Router

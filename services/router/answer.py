@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
 from headrace.errors import HeadraceError, Overloaded
-from headrace.model.text import TextStream, TokenBytes
 from headrace.protocol import FinishReason, GenerateEvent, SampleDelta, SamplingParams, TokenLogprob
+from headrace.text.stream import TextStream, TokenBytes
 
 Top = Sequence[tuple[tuple[int, float], ...]]
 

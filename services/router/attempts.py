@@ -12,9 +12,10 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace import errors, telemetry
+from headrace import errors
 from headrace.clock import Clock, Deadline
 from headrace.errors import HeadraceError, InternalError, Unavailable
+from headrace.observe import telemetry
 from headrace.protocol import (
     Committed,
     FinishReason,

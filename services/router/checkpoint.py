@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.errors import CheckpointError, InvalidRequest
-from headrace.model.chat import ChatTemplate
 from headrace.model.config import ModelConfig
-from headrace.model.tokenizer import Tokenizer
 from headrace.protocol import ModelInfo
+from headrace.text.chat import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
 from services.router.ranges import check_sampling
 
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -15,10 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from headrace import logs, telemetry
 from headrace.clock import Clock, Deadline
 from headrace.config import RouterConfig
-from headrace.context import request_id_var
 from headrace.errors import (
     AlreadyExists,
     Cancelled,
@@ -31,6 +29,8 @@ from headrace.errors import (
     Unavailable,
     unwrap,
 )
+from headrace.observe import logs, telemetry
+from headrace.observe.context import request_id_var
 from headrace.protocol import (
     FinalSummary,
     GenerateCommand,
@@ -76,7 +76,7 @@ _CANARY_IDS = (0, 1, 2, 3, 4, 5, 6, 7)
 
 
 class Claims(Protocol):
-    """Names taken across all routers of the mesh: headrace.registry.Registry."""
+    """Names taken across all routers of the mesh: headrace.process.registry.Registry."""
 
     @property
     def reachable(self) -> bool: ...

@@ -53,14 +53,14 @@ class Dialer(Protocol):
 
 
 class Member(Protocol):
-    """headrace.registry.Member, as far as the router uses it."""
+    """headrace.process.registry.Member, as far as the router uses it."""
 
     @property
     def identity(self) -> WorkerIdentity: ...
 
 
 class Membership(Protocol):
-    """headrace.registry.Registry, as far as the router uses it."""
+    """headrace.process.registry.Registry, as far as the router uses it."""
 
     version: int
 

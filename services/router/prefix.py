@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from headrace import telemetry
 from headrace.cache.blocks import block_keys
 from headrace.errors import HeadraceError
+from headrace.observe import telemetry
 from headrace.protocol import PrefixHolder
 from services.router.ports import Membership
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from headrace import telemetry
 from headrace.clock import Clock
+from headrace.observe import telemetry
 from headrace.protocol import Stage
 
 

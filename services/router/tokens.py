@@ -10,9 +10,9 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
-from headrace import logs, telemetry
 from headrace.clock import Clock
 from headrace.errors import Cancelled, DeadlineExceeded, HeadraceError, InternalError, Overloaded, Unavailable
+from headrace.observe import logs, telemetry
 from headrace.protocol import SampleEnd, TokenFrame, TokenRecord, WorkerIdentity
 
 log = logs.get(__name__)

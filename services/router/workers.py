@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from headrace import logs, telemetry
 from headrace.clock import Clock
 from headrace.errors import HeadraceError, LayoutMismatch, StaleEpoch, Unavailable
+from headrace.observe import logs, telemetry
 from headrace.protocol import (
     PrefixHolder,
     WorkerIdentity,

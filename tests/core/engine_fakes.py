@@ -15,7 +15,7 @@ import torch
 from headrace.cache.blocks import BlockPool
 from headrace.cache.latent import LatentPool
 from headrace.config import EngineConfig
-from headrace.engine.engine import EngineParts
+from headrace.engine.offline import EngineParts
 from headrace.engine.runner import Runner
 from headrace.engine.sampler import Sampler
 from headrace.model.random_checkpoint import write_random_checkpoint

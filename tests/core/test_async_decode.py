@@ -9,7 +9,7 @@ import pytest
 from engine_fakes import VOCAB, small_config, toy_parts
 
 from headrace.engine.decode import DecodeBatcher
-from headrace.engine.engine import Engine
+from headrace.engine.offline import Engine
 from headrace.engine.prefill import PrefillBatcher
 from headrace.engine.request import DecodeSequence, PrefillJob, PrefillSequence, SampledToken
 from headrace.engine.step import StepTokens, TopColumns

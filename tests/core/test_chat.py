@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import CheckpointError, InvalidRequest
-from headrace.model.chat import ChatTemplate
-from headrace.model.tokenizer import Tokenizer
+from headrace.text.chat import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
 
 USER = [{"role": "user", "content": "hi"}]
 

@@ -10,11 +10,12 @@ import threading
 import pytest
 from decode_fakes import DECODE, NUM_LAYERS, ROUTER, WRITER, decode_rank, reading, settle, until
 
-from headrace import errors, telemetry
+from headrace import errors
 from headrace import protocol as p
 from headrace.cache.blocks import BlockState
 from headrace.config import TelemetryConfig
-from headrace.context import calling
+from headrace.observe import telemetry
+from headrace.observe.context import calling
 
 
 def run(function):

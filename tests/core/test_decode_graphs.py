@@ -12,8 +12,8 @@ from engine_fakes import VOCAB, ToyTransformer, small_config, toy_parts
 from test_async_decode import PENALISED, SAMPLINGS, Device, mixed
 
 from headrace.engine.device_sampler import DeviceSampler
-from headrace.engine.engine import Engine
 from headrace.engine.graphs import LADDER, DecodeGraphs, StepBuffers, sizes_up_to
+from headrace.engine.offline import Engine
 from headrace.engine.sampler import Sampler
 from headrace.engine.sampling_table import SamplingTable
 from headrace.engine.step import BlockTables

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_fakes import small_config
 
-from headrace.engine.engine import Engine, EngineParts
+from headrace.engine.offline import Engine, EngineParts
 from headrace.model.random_checkpoint import write_random_checkpoint
 from headrace.protocol import SamplingParams
 

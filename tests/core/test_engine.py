@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_fakes import VOCAB, random_checkpoint, small_config, toy_parts
 
-from headrace.engine.engine import Engine, EngineParts
+from headrace.engine.offline import Engine, EngineParts
 from headrace.engine.request import PrefillJob, PrefillSequence
 from headrace.errors import InvalidRequest
 from headrace.model.weights import load_transformer

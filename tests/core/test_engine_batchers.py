@@ -11,7 +11,7 @@ from engine_fakes import NUM_LAYERS, VOCAB, small_config, toy_parts
 
 from headrace.engine import prefill
 from headrace.engine.decode import DecodeBatcher
-from headrace.engine.engine import Engine
+from headrace.engine.offline import Engine
 from headrace.engine.prefill import PrefillBatcher
 from headrace.engine.request import DecodeSequence, PrefillJob, PrefillSequence
 from headrace.errors import Cancelled, InvalidRequest

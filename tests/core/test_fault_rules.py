@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.faults import POINTS, Faults
+from headrace.process.faults import POINTS, Faults
 
 
 def test_no_rules_break_nothing():

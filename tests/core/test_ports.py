@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.ports import PortClaims
+from headrace.launch.sockets import PortClaims
 
 
 def test_two_plans_of_one_host_never_share_a_port_and_closing_gives_it_back(tmp_path):

@@ -22,7 +22,7 @@ from headrace.errors import (
     StaleEpoch,
     TransferError,
 )
-from headrace.faults import Faults
+from headrace.process.faults import Faults
 from headrace.protocol import (
     Committed,
     FinishReason,

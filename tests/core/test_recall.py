@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from headrace import recall
+from headrace.evals import recall
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 _TOKENIZER = Tokenizer.from_file(str(TINY / "tokenizer.json"))

@@ -18,10 +18,8 @@ from router_fakes import (
     wait_until,
 )
 
-from headrace import telemetry
 from headrace.clock import FakeClock
 from headrace.config import TelemetryConfig
-from headrace.context import traceparent_var
 from headrace.errors import (
     AlreadyExists,
     DeadlineExceeded,
@@ -34,6 +32,8 @@ from headrace.errors import (
     StaleAttempt,
     Unavailable,
 )
+from headrace.observe import telemetry
+from headrace.observe.context import traceparent_var
 from headrace.protocol import ChatMessage, FinishReason, GenerateCommand, PrefixHolder
 
 

@@ -7,7 +7,7 @@ import torch
 
 from headrace.cache.latent import LatentPool
 from headrace.cache.rows import Rows
-from headrace.device import event_now, use_own_stream
+from headrace.engine.streams import event_now, use_own_stream
 from kernels.block_checksum import checksum
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]

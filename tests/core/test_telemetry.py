@@ -18,10 +18,10 @@ import pytest
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from headrace import logs, telemetry
 from headrace.config import TelemetryConfig
-from headrace.context import request_id_var, traceparent_var
 from headrace.errors import ConfigError, Overloaded
+from headrace.observe import logs, telemetry
+from headrace.observe.context import request_id_var, traceparent_var
 
 HEADER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

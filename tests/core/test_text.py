@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import InvalidRequest
-from headrace.model.text import TextStream
-from headrace.model.tokenizer import Tokenizer
+from headrace.text.stream import TextStream
+from headrace.text.tokenizer import Tokenizer
 
 INTERVALS = (1, 2, 3, 4, 5, 8, 100)
 

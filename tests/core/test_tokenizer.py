@@ -17,8 +17,8 @@ import pytest
 import tokenizers  # the Rust reference; our own modules never import it
 
 from headrace.errors import CheckpointError, InvalidRequest
-from headrace.model.split_pattern import covering_split, portable_pattern
-from headrace.model.tokenizer import PIECE_CHARACTERS, Tokenizer
+from headrace.text.split_pattern import covering_split, portable_pattern
+from headrace.text.tokenizer import PIECE_CHARACTERS, Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 # One character or pair of each kind that a Split tells apart: letters (plain, accented, other scripts, Han, kana), marks
@@ -459,9 +459,9 @@ def test_patterns_that_engines_read_differently_are_refused(pattern: str):
 USE_AND_LIST_LIBRARIES = """
 import sys
 from pathlib import Path
-from headrace.model.tokenizer import Tokenizer
-from headrace.model.chat import ChatTemplate
-from headrace.model.text import TextStream
+from headrace.text.tokenizer import Tokenizer
+from headrace.text.chat import ChatTemplate
+from headrace.text.stream import TextStream
 directory = Path(sys.argv[1])
 tokenizer = Tokenizer.load(directory)
 prompt = ChatTemplate.load(directory).render([{"role": "user", "content": "hi"}])

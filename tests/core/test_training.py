@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from headrace import recall
+from headrace.evals import recall
 from training import data, evaluate, export
 from training.model import ExpertLayer, Operations, TinyModel, choose_experts, expert_half, rms_norm
 from training.muon import Muon, orthogonalise

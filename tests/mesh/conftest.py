@@ -18,7 +18,7 @@ import pytest
 from headrace import config as configuration
 from headrace import rpc
 from headrace.client import Answer, AsyncClient, DecodeClient, PrefillClient, RouterClient
-from headrace.mesh import Mesh
+from headrace.launch.local import Mesh
 
 NUM_BLOCKS = 2048
 

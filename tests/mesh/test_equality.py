@@ -12,8 +12,8 @@ import random
 import pytest
 
 from headrace.client import Answer
-from headrace.model.tokenizer import Tokenizer
-from headrace.recall import make_cases
+from headrace.evals.recall import make_cases
+from headrace.text.tokenizer import Tokenizer
 
 BLOCK, CONTEXT = 16, 4096
 BORDERS = [k * BLOCK + offset for k in (1, 2, 3, 7, 16) for offset in (-1, 0, 1)]

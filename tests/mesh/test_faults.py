@@ -15,9 +15,9 @@ import pytest
 from scenario import GREEDY, Asked, assert_equal, ids, until
 
 from headrace import rpc
-from headrace.children import wait_ready
 from headrace.client import DecodeClient, PrefillClient, RouterClient
 from headrace.errors import HeadraceError, StaleEpoch
+from headrace.launch.children import wait_ready
 from headrace.protocol import PrefillCommand, ReserveCommand, SamplingParams, WorkerIdentity
 
 QUARANTINE_S = 2.0

@@ -112,7 +112,7 @@ async def _messages(mesh, prompt, **options):
 def test_characters_split_over_tokens_arrive_whole(mesh, interval):
     """Each byte of the word is forced by one logit bias per position's byte token: emoji, accents, CJK."""
     wanted = "é漢👩‍👩‍👧ß"
-    from headrace.model.tokenizer import Tokenizer
+    from headrace.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(mesh.config.model.directory)
     prompt = [*ids(4), *tokenizer.encode(wanted * 3, add_bos=False)]

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from scenario import ids
 
-from headrace import rpc, telemetry
+from headrace import rpc
 from headrace.client import DecodeClient
+from headrace.observe import telemetry
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]

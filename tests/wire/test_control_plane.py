@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bundled_redis import BundledRedis
-from headrace.children import start_child, stop_child, wait_ready
 from headrace.client import AsyncClient, Peers, RouterClient
 from headrace.errors import HeadraceError
+from headrace.launch.children import start_child, stop_child, wait_ready
+from headrace.launch.redis_server import BundledRedis
 from headrace.model.random_checkpoint import write_random_checkpoint
 from headrace.protocol import WorkerIdentity
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from headrace import protocol as p
-from headrace.bundled_redis import BundledRedis
-from headrace.children import start_child, stop_child, wait_ready
 from headrace.client import Peers
 from headrace.config import EngineConfig
-from headrace.engine.engine import Engine
+from headrace.engine.offline import Engine
+from headrace.launch.children import start_child, stop_child, wait_ready
+from headrace.launch.redis_server import BundledRedis
 from headrace.model.random_checkpoint import write_random_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]

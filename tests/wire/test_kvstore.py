@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace import rpc
-from headrace.bundled_redis import BundledRedis
 from headrace.client import KvStoreClient
 from headrace.clock import SystemClock
 from headrace.config import RegistryConfig
 from headrace.errors import InvalidRequest, StaleEpoch, Unavailable
+from headrace.launch.redis_server import BundledRedis
+from headrace.process.registry import Registry
 from headrace.protocol import PrefixHolder, WorkerIdentity
-from headrace.registry import Registry
 from services.kvstore import core as kvstore_core
 from services.kvstore.__main__ import follow_restarts
 from services.kvstore.core import LOST, Change, KvStore

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace import rpc, telemetry
-from headrace.bundled_redis import BundledRedis
-from headrace.children import start_child, stop_child, wait_ready
+from headrace import rpc
 from headrace.errors import ConfigError, Unavailable
-from headrace.process import parse, run_service
+from headrace.launch.children import start_child, stop_child, wait_ready
+from headrace.launch.redis_server import BundledRedis
+from headrace.observe import telemetry
+from headrace.process.start import parse, run_service
 from services.kvstore import __main__ as kvstore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,7 +150,7 @@ def test_settings_errors_are_typed():
 def test_spans_of_a_stopped_process_are_on_disk(tmp_path):
     """SIGTERM right after a span: nothing is lost."""
     program = (
-        "import sys, pathlib; from headrace import telemetry; from headrace.process import run_service\n"
+        "import sys, pathlib; from headrace import telemetry; from headrace.process.start import run_service\n"
         "async def main(start):\n"
         "    with telemetry.span('router.generate'): pass\n"
         f"run_service('router', main, ['--set', 'mesh.run_directory={tmp_path}'])"

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace import registry, rpc
-from headrace.bundled_redis import BundledRedis, answers
+from headrace import rpc
 from headrace.clock import SystemClock
 from headrace.config import RegistryConfig
 from headrace.errors import ConfigError, Unavailable
+from headrace.launch.redis_server import BundledRedis, answers
+from headrace.process import registry
 from headrace.protocol import WorkerIdentity
 from headrace.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 
@@ -374,7 +375,7 @@ def test_the_bundled_server_refuses_a_taken_port_and_leaves_nothing_behind(serve
 
 def test_the_bundled_server_ends_with_its_owner():
     program = (
-        "import time; from headrace.bundled_redis import BundledRedis; server = BundledRedis().start();"
+        "import time; from headrace.launch.redis_server import BundledRedis; server = BundledRedis().start();"
         "print(server.pid, server.port, flush=True); time.sleep(60)"
     )
     owner = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from headrace import config as configuration
 from headrace import rpc
-from headrace.bundled_redis import BundledRedis
-from headrace.children import start_child, stop_child, wait_ready
 from headrace.config import Config
 from headrace.errors import ConfigError, Unavailable
-from headrace.ports import PortClaims
+from headrace.launch.children import start_child, stop_child, wait_ready
+from headrace.launch.redis_server import BundledRedis
+from headrace.launch.sockets import PortClaims
 
 
 @dataclass(frozen=True)

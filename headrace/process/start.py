@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from headrace import config as settings
-from headrace import errors, faults, logs, rpc, telemetry
+from headrace import errors, rpc
 from headrace.clock import SystemClock
+from headrace.observe import logs, telemetry
+from headrace.process import faults
+from headrace.process.registry import Registry
 from headrace.protocol import WorkerIdentity
-from headrace.registry import Registry
 
 log = logs.get(__name__)
 

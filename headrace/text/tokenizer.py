@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 
 from headrace.errors import CheckpointError, InternalError, InvalidRequest
-from headrace.model.split_pattern import CutRule, covering_split, kind_of
+from headrace.text.split_pattern import CutRule, covering_split, kind_of
 
 PIECE_CHARACTERS = 500  # the engine's time is quadratic in a piece; below this the cost of a call dominates
 # What may reach the engine in one piece where we know of no place to cut: about a second of its time.

@@ -33,7 +33,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from headrace.config import TelemetryConfig
-from headrace.context import request_id_var, traceparent_var
+from headrace.observe.context import request_id_var, traceparent_var
 
 log = logging.getLogger(__name__)
 

@@ -26,11 +26,12 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from headrace import logs, rpc
+from headrace import rpc
 from headrace.client import DecodeClient, PrefillClient
 from headrace.clock import Clock
 from headrace.config import RegistryConfig
 from headrace.errors import ConfigError, HeadraceError
+from headrace.observe import logs
 from headrace.protocol import WorkerIdentity
 
 log = logs.get(__name__)

@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from headrace.children import start_child, stop_child
 from headrace.errors import ConfigError, Unavailable
+from headrace.launch.children import start_child, stop_child
 
 START_TIMEOUT_S = 10.0
 

@@ -11,18 +11,18 @@ from pathlib import Path
 import torch
 
 from headrace import config as configuration
-from headrace import logs
 from headrace.cache.blocks import BlockPool
 from headrace.cache.latent import ROPE_ORDER, LatentPool
 from headrace.cache.rows import Rows
 from headrace.config import Config, TransferConfig
-from headrace.device import use_own_stream
-from headrace.engine.engine import EngineParts, load_configured
+from headrace.engine.offline import EngineParts, load_configured
 from headrace.engine.runner import Runner
+from headrace.engine.streams import use_own_stream
 from headrace.engine.thread import EngineThread
 from headrace.errors import ConfigError
 from headrace.model.deepseek import Transformer
 from headrace.model.exact import exact_self_test
+from headrace.observe import logs
 from headrace.protocol import KvLayout, WorkerIdentity, WorkerInfo
 from headrace.transfer import mooncake_environment
 

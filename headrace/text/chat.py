@@ -17,7 +17,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headrace.errors import CheckpointError, InvalidRequest
-from headrace.model.tokenizer import token_text
+from headrace.text.tokenizer import token_text
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 

@@ -15,8 +15,8 @@ import sys
 import traceback
 from typing import Any, TextIO
 
-from headrace.context import request_id_var, traceparent_var
 from headrace.errors import ConfigError
+from headrace.observe.context import request_id_var, traceparent_var
 
 PRIVATE = frozenset({"text", "prompt", "messages", "content", "token_ids", "prompt_token_ids", "output_token_ids"})
 """Field names whose values are replaced by `(hidden)` above DEBUG."""
