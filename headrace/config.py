@@ -150,8 +150,8 @@ class RouterConfig:
     stream_interval: int = 1
     default_max_tokens: int = 256
     max_attempts: int = 4
-    reader_buffer_messages: int = 4096
-    """Messages a stalled reader may leave unread before its request is cancelled."""
+    reader_buffer_bytes: int = 1 << 20
+    """What a stalled reader may leave unread before its request is cancelled."""
     canary: bool = True
     """Whether a worker pair must answer a canary before it gets requests."""
 
