@@ -33,7 +33,7 @@ from headrace.errors import ConfigError
 from headrace.model.deepseek_gpu import DecodeInputs
 from headrace.model.gpu_kernels import GpuKernels
 from headrace.model.random_weights import PUBLISHED, published_config, random_transformer
-from headrace.protocol import SamplingParams
+from headrace.protocol.common import SamplingParams
 
 BLOCK_SIZE = 64
 LARGE = 65536  # tokens a prefill step from which one timed run, after the profiled one, is enough

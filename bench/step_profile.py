@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from headrace.engine.offline import Engine
-from headrace.protocol import SamplingParams
+from headrace.protocol.common import SamplingParams
 from kernels import cpu_library
 
 STEPS = 63

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from headrace.errors import InternalError, Overloaded
-from headrace.protocol import BlockLedger
+from headrace.protocol.common import BlockLedger
 
 
 class PoolExhausted(Overloaded):

@@ -25,7 +25,8 @@ from headrace.errors import ConfigError, InvalidRequest
 from headrace.model.deepseek import Transformer
 from headrace.model.exact import exact_self_test
 from headrace.model.weights import load_transformer
-from headrace.protocol import FinishReason, FirstToken, SamplingParams
+from headrace.protocol.common import FinishReason, SamplingParams
+from headrace.protocol.prefill import FirstToken
 
 
 @dataclass

@@ -23,7 +23,7 @@ from headrace.errors import ConfigError
 from headrace.model.deepseek import Transformer
 from headrace.model.exact import exact_self_test
 from headrace.observe import logs
-from headrace.protocol import KvLayout, WorkerIdentity, WorkerInfo
+from headrace.protocol.common import KvLayout, WorkerIdentity, WorkerInfo
 from headrace.transfer import mooncake_environment
 
 log = logs.get(__name__)

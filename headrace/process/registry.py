@@ -32,7 +32,7 @@ from headrace.clock import Clock
 from headrace.config import RegistryConfig
 from headrace.errors import ConfigError, HeadraceError
 from headrace.observe import logs
-from headrace.protocol import WorkerIdentity
+from headrace.protocol.common import WorkerIdentity
 
 log = logs.get(__name__)
 

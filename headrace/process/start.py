@@ -25,7 +25,7 @@ from headrace.clock import SystemClock
 from headrace.observe import logs, telemetry
 from headrace.process import faults
 from headrace.process.registry import Registry
-from headrace.protocol import WorkerIdentity
+from headrace.protocol.common import WorkerIdentity
 
 log = logs.get(__name__)
 

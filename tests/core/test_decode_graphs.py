@@ -19,7 +19,7 @@ from headrace.engine.sampling_table import SamplingTable
 from headrace.engine.step import BlockTables
 from headrace.errors import InternalError
 from headrace.model.deepseek import ForwardBatch
-from headrace.protocol import SamplingParams
+from headrace.protocol.common import SamplingParams
 
 
 class ToyDecoder(ToyTransformer):
