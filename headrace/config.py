@@ -43,6 +43,8 @@ class MeshConfig:
     start_timeout_s: float = 60.0
     drain_grace_s: float = 20.0
     """How long SIGTERM lets running requests finish."""
+    key_file: str = ""
+    """Keys that promises of room are signed with: one or two hexadecimal lines, newest first, mode 0600. Empty: not signed."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,17 @@ class TransferConfig:
     """Mooncake's own listening ports."""
     timeout_s: int = 5
     """One push at most; Mooncake's minimum is 5."""
+
+
+@dataclass(frozen=True)
+class LinksConfig:
+    """Streams between processes that stay open."""
+
+    beat_s: float = 1.0
+    """How often each side speaks at least; the same in every process of a mesh. Silence of 3 beats breaks a connection, and a link
+    that is not resumed within 6 is lost."""
+    max_queued_bytes: int = 64 * 1024 * 1024
+    """What the other side of a link may leave unacknowledged; more loses the link."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +207,7 @@ class Config:
     model: ModelSettings = field(default_factory=ModelSettings)
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    links: LinksConfig = field(default_factory=LinksConfig)
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -250,6 +264,8 @@ def check(config: Config) -> None:
 
 
 def _check_times(config: Config) -> None:
+    if not 0.05 <= config.links.beat_s <= 60:
+        raise ConfigError(f"links.beat_s = {config.links.beat_s} must lie in 0.05 .. 60 s", field="links.beat_s")
     margin_s, expiry_s = config.prefill.expiry_margin_s, config.decode.reserve_expiry_s
     if margin_s <= config.transfer.timeout_s:
         raise ConfigError(
