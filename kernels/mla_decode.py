@@ -108,7 +108,9 @@ def folded(
     """
     n, query_len, num_heads, row_dim = q.shape
     width, lines = rows.shape[1], query_len * num_heads
-    scores = torch.baddbmm(q.new_zeros(()), q.reshape(n, lines, row_dim), rows.mT, beta=0, alpha=scale)
+    # Rows as columns of their own and the scale on the queries: with a transposed view, or a factor inside the product, MKL
+    # chooses other additions for other numbers of lines (seen on Sapphire Rapids).
+    scores = torch.bmm(q.reshape(n, lines, row_dim) * scale, rows.mT.contiguous())
     if mask.shape[-1]:
         scores.view(n, query_len, num_heads, width)[..., seen_by_all:] += mask[:, :, None]
     weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()

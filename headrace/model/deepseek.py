@@ -86,7 +86,7 @@ class Kernels:
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype, exact: bool, wanted: str | None):
-        misfit = _why_not_c(config, device, dtype)
+        misfit = why_not_c(config, device, dtype)
         if wanted == "c" and misfit:
             raise BackendUnavailable(f"the CPU kernels were asked for: {misfit}")
         self.family = wanted or ("torch" if misfit else "c")
@@ -112,7 +112,8 @@ class Kernels:
         return tuple(b for b in expert_ffn.BACKENDS if (b.name == "c") == (self.family == "c"))
 
 
-def _why_not_c(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+def why_not_c(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    """A sentence when cpu.c cannot compute this model in this dtype on this device, else None."""
     if dtype != torch.float32:
         return f"they compute in fp32, not {dtype}"
     widths = (config.hidden_size, config.intermediate_size, config.moe_intermediate_size, config.q_lora_rank or 8)

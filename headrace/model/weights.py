@@ -5,52 +5,59 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from headrace.errors import ConfigError
-from headrace.model import precision
+from headrace.model import fast_choice, precision
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.config import ModelConfig
-from headrace.model.deepseek import Attention, Block, DenseFfn, Kernels, MoE, Transformer
+from headrace.model.deepseek import Attention, Block, DenseFfn, Kernels, MoE, Transformer, why_not_c
 from headrace.model.weight_names import expected_mtp_tensors, expected_tensors
+from headrace.observe import logs
 from kernels import gate
 
 if TYPE_CHECKING:
     from headrace.model.deepseek_gpu import GpuTransformer
 
-__all__ = ["choose_dtype", "expected_mtp_tensors", "expected_tensors", "load_transformer"]
+log = logs.get(__name__)
+
+__all__ = ["expected_mtp_tensors", "expected_tensors", "load_transformer"]
 
 KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
-def choose_dtype(device: torch.device, exact: bool) -> torch.dtype:
-    """The dtype of matrix products: fp32 in exact mode, bf16 on accelerators, and on a CPU whichever is faster here."""
-    if exact:
-        return torch.float32
-    if device.type != "cpu":
-        return torch.bfloat16
-    return torch.bfloat16 if _seconds(torch.bfloat16) < 0.8 * _seconds(torch.float32) else torch.float32
+_CHOSEN: dict[str, fast_choice.Choice] = {}
+"""What fast mode took in this process, by config and what was asked for."""
 
 
-def _seconds(dtype: torch.dtype) -> float:
-    """Best of five: a batch of 32 through a [1024, 512] linear, on one thread: two on a busy host wait for each other, and
-    then time says nothing about the format."""
-    x, weight = torch.ones(32, 512, dtype=dtype), torch.ones(1024, 512, dtype=dtype)
-    times, threads = [], torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for _ in range(5):
-            start = time.perf_counter()
-            F.linear(x, weight)
-            times.append(time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(threads)
-    return min(times)
+def choose_fast(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype | None, family: str | None
+) -> fast_choice.Choice:
+    """dtype and kernels of fast mode on a CPU; None leaves one open. First stands what exact mode computes with. Raises
+    BackendUnavailable for kernels that cannot run here."""
+    key = repr((checkpoint.config, dtype, family, torch.get_num_threads()))
+    if key not in _CHOSEN:
+        candidates = fast_candidates(checkpoint.config, device, dtype, family)
+        made = fast_choice.choose(
+            candidates,
+            lambda x: fast_choice.time_steps(_Builder(checkpoint, device, x.dtype, False, x.family).trial()),
+        )
+        log.info("fast mode chosen", taken=str(made.taken), timed=made.table() or "nothing: one candidate")
+        _CHOSEN[key] = made
+    return _CHOSEN[key]
+
+
+def fast_candidates(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype | None, family: str | None
+) -> list[fast_choice.Candidate]:
+    """What fast mode could compute with; first what exact mode does."""
+    in_fp32_only = family == "c"
+    dtypes = (dtype,) if dtype is not None else (torch.float32,) if in_fp32_only else (torch.float32, torch.bfloat16)
+    return [fast_choice.Candidate(x, family or ("torch" if why_not_c(config, device, x) else "c")) for x in dtypes]
 
 
 def load_transformer(
@@ -65,8 +72,9 @@ def load_transformer(
 ) -> Transformer | GpuTransformer:
     """Load an HF-layout DeepSeek-V3 directory: a GpuTransformer on a GPU, a Transformer on a CPU or in exact mode.
 
-    `dtype` is that of the matrix products (None: `choose_dtype`); exact mode is fp32 whatever is asked, a GPU computes in
-    bf16 and in the weights' own formats. `kernels`: "c" (cpu.c) or "torch", None for the first that can run (not on a GPU).
+    `dtype` is that of the matrix products; exact mode is fp32 whatever is asked, a GPU computes in bf16 and in the weights' own
+    formats. `kernels`: "c" (cpu.c) or "torch"; in exact mode None is the first that can run. In fast mode on a CPU what is None is
+    chosen by timing one step (`fast_choice.py`).
     `weight_dtype`: a recipe of `precision.RECIPES`, "" keeps what is on disk. `kv_dtype`: "fp32", "bf16", "fp8", or ""
     for what the mode uses by itself. Raises CheckpointError for a config or tensors that cannot be served, ConfigError
     for a format that this device or mode does not have, BackendUnavailable for kernels that cannot run here.
@@ -78,8 +86,12 @@ def load_transformer(
     checkpoint = Checkpoint(directory, config)
     if on_gpu:
         return load_gpu_transformer(checkpoint, device, weight_dtype, kv_dtype)
-    dtype = torch.float32 if exact else dtype or choose_dtype(device, exact)
-    return _Builder(checkpoint, device, dtype, exact, kernels, kv_dtype).transformer()
+    if exact:
+        return _Builder(checkpoint, device, torch.float32, exact, kernels, kv_dtype).transformer()
+    chosen = choose_fast(checkpoint, device, dtype, kernels)
+    return _Builder(
+        checkpoint, device, chosen.taken.dtype, exact, chosen.taken.family, kv_dtype, chosen.table()
+    ).transformer()
 
 
 def refuse_formats(on_gpu: bool, exact: bool, weight_dtype: str, kv_dtype: str) -> None:
@@ -132,7 +144,9 @@ class _Builder:
         exact: bool,
         kernels: str | None,
         kv_dtype: str = "",
+        timed: str = "",
     ):
+        self.timed = timed
         self.checkpoint, self.config = checkpoint, checkpoint.config
         self.device, self.dtype, self.exact = device, dtype, exact
         self.pool_dtype = KV_DTYPES[kv_dtype or ("fp32" if exact else "bf16")]
@@ -142,7 +156,16 @@ class _Builder:
     def get(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self.checkpoint.get(name).to(device=self.device, dtype=dtype or self.dtype)
 
-    def transformer(self) -> Transformer:
+    def trial(self) -> Transformer:
+        """The first dense and the first expert layer alone, for timing."""
+        layers = range(self.config.num_hidden_layers)
+        kinds = {self.config.is_moe_layer(layer): layer for layer in reversed(layers)}
+        return self.transformer(sorted(kinds.values()), {})
+
+    def transformer(
+        self, layers: Sequence[int] | None = None, mtp: dict[str, torch.Tensor] | None = None
+    ) -> Transformer:
+        """All layers and the next-token layers' tensors, or only those named."""
         embedding = self.get("model.embed_tokens.weight")
         tied = self.config.tie_word_embeddings
         made = Transformer(
@@ -152,11 +175,11 @@ class _Builder:
             exact=self.exact,
             kernels=self.kernels,
             embedding=embedding,
-            blocks=[self.block(layer) for layer in range(self.config.num_hidden_layers)],
+            blocks=[self.block(x) for x in (range(self.config.num_hidden_layers) if layers is None else layers)],
             norm=self.get("model.norm.weight"),
             head=self.prepare(embedding if tied else self.get("lm_head.weight")),
             precision=self.precision(),
-            mtp_tensors=mtp_tensors(self.checkpoint),
+            mtp_tensors=mtp_tensors(self.checkpoint) if mtp is None else mtp,
         )
         made.pool_dtype = self.pool_dtype
         return made
@@ -231,6 +254,7 @@ class _Builder:
             ("residual stream", _name(self.dtype)),
             ("KV rows", _name(self.pool_dtype)),
             ("kernels", self.kernels.family),
+            *([("fast mode, timed", self.timed)] if self.timed else []),
         ]
 
 

@@ -29,7 +29,12 @@ def model(request, tmp_path_factory):
         pytest.skip(f"needs the CPU kernels: {cpu_library.why_not()}")
     config = {"num_hidden_layers": 3} if name == "tiny_shape" else cases.config_of(name)
     where = write_random_checkpoint(tmp_path_factory.mktemp(name), config, seed=7)
-    return load_transformer(where, exact=True, kernels=kernels)
+    made = load_transformer(where, exact=True, kernels=kernels)
+    if kernels == "torch" and (
+        refusal := exact_self_test(made)
+    ):  # torch's products promise nothing: a start is refused with it
+        pytest.skip(f"needs a host on which torch's own products are stable: {refusal}")
+    return made
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +162,7 @@ def test_on_layer_is_called_when_that_layer_is_stored_and_the_next_is_not(model)
     assert seen == [(layer, [other <= layer for other in range(layers)]) for layer in range(layers)]
 
 
-def test_the_self_test_passes_here_and_names_what_a_broken_kernel_breaks(model, monkeypatch):
+def test_the_self_test_passes_with_our_kernels_and_names_what_a_broken_one_breaks(model, monkeypatch):
     assert exact_self_test(model) is None
     monkeypatch.setattr(model.kernels, "decode", Blurred(model.kernels.decode))
     assert "decode" in exact_self_test(model)
