@@ -20,7 +20,7 @@ import torch
 
 from headrace.engine.offline import Engine
 from headrace.protocol import SamplingParams
-from kernels import cpu_library
+from kernels.toolchain import cpu_library
 
 STEPS = 63
 PHASES = ("plan", "upload", "forward", "sample")

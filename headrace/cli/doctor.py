@@ -90,12 +90,13 @@ def _engine(config: Config) -> Iterator[Finding]:
 def ops() -> Iterator[tuple[str, Backend]]:
     """Every back end of every list in `kernels/`, best first: `gate`, or `mla_decode, device` for DEVICE_BACKENDS there."""
     seen: list[object] = []
-    for entry in pkgutil.iter_modules(kernels.__path__):
-        for name, value in vars(importlib.import_module(f"kernels.{entry.name}")).items():
+    for entry in pkgutil.walk_packages(kernels.__path__, "kernels."):
+        op = entry.name.rpartition(".")[2]
+        for name, value in vars(importlib.import_module(entry.name)).items():
             if _is_backends(value) and not any(value is other for other in seen):
                 seen.append(value)
                 form = name.lower().removesuffix("backends").strip("_").replace("_", " ")
-                yield from ((f"{entry.name}, {form}" if form else entry.name, backend) for backend in value)
+                yield from ((f"{op}, {form}" if form else op, backend) for backend in value)
 
 
 def _is_backends(value: object) -> bool:

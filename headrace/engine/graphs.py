@@ -12,7 +12,6 @@ and a model that plans on the host (its plan's upload must have ended before the
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -27,8 +26,9 @@ from headrace.engine.sampling_table import SamplingTable
 from headrace.engine.step import StepPlan
 from headrace.errors import InternalError
 from headrace.model.deepseek_gpu import DecodeInputs
+from headrace.observe import logs
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 WARM_RUNS = 2  # before a capture: kernels compile, libraries take their work space
@@ -139,7 +139,7 @@ class DecodeGraphs:
             for size in reversed(self._sizes):
                 self._run_of(size)
         if self._capture:
-            log.info("decode graphs", extra={"sizes": self._sizes, "seconds": round(time.perf_counter() - began, 3)})
+            log.info("decode graphs", sizes=self._sizes, seconds=round(time.perf_counter() - began, 3))
 
     def launch(self, plan: StepPlan, table: SamplingTable, before: Drawn | None) -> Drawn:
         """As Runner.launch."""

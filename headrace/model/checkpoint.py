@@ -19,9 +19,10 @@ from headrace.model.config import ModelConfig
 from headrace.model.precision import Weight, format_of, widened
 from headrace.model.quantisation import NVFP4_GROUP
 from headrace.model.weight_names import Wanted, expected_mtp_tensors, expected_tensors
-from kernels import fp8, fp8_linear
-from kernels.fp8 import Fp8Weight
-from kernels.nvfp4 import Nvfp4Weight
+from kernels.formats import fp8
+from kernels.formats.fp8 import Fp8Weight
+from kernels.formats.nvfp4 import Nvfp4Weight
+from kernels.linear import fp8_linear
 from kernels.select import choose
 
 MAX_PROBLEMS_NAMED = 50
@@ -38,7 +39,7 @@ class Checkpoint:
         self.directory, self.config = Path(directory), config
         self._files = {path: _open(path) for path in self._paths()}
         self._place = {name: path for path, file in self._files.items() for name in file.keys()}
-        self._dequantise = choose(fp8_linear.BACKENDS, torch.device("cpu"), op="kernels.fp8_linear").run
+        self._dequantise = choose(fp8_linear.BACKENDS, torch.device("cpu"), op="kernels.linear.fp8_linear").run
         self._check()
 
     def _paths(self) -> list[Path]:

@@ -21,9 +21,13 @@ from headrace.cache.latent import LatentPool
 from headrace.model import rope as rope_angles
 from headrace.model.config import ModelConfig
 from headrace.model.recorded import RecordedSteps
-from kernels import cpu_library, expert_ffn, gate, latent_store, linear, mla_decode, mla_prefill, rms_norm
-from kernels.linear import Prepared
+from kernels.attention import latent_store, mla_decode, mla_prefill
+from kernels.experts import expert_ffn, gate
+from kernels.linear import dense as linear
+from kernels.linear.dense import Prepared
+from kernels.rows import rms_norm
 from kernels.select import Backend, BackendUnavailable, choose
+from kernels.toolchain import cpu_library
 
 INNER_NORM_EPS = 1e-6  # q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps says
 ROW_MULTIPLE = 16  # exact mode with torch's matrix products: rows of each; heads in absorbed attention
@@ -198,7 +202,7 @@ def _pad_rows(x: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 @dataclass
 class DenseFfn:
-    """An ordinary SwiGLU layer, or the shared experts. `weights` as `kernels.expert_ffn.prepare` made them."""
+    """An ordinary SwiGLU layer, or the shared experts. `weights` as `kernels.ffn.prepare` made them."""
 
     kernels: Kernels
     weights: expert_ffn.Swiglu

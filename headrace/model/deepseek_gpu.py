@@ -22,7 +22,7 @@ from headrace.model.deepseek import ForwardBatch, Phase
 from headrace.model.gpu_kernels import GpuKernels
 from headrace.model.gpu_layers import DecodeStep, GpuBlock, GpuMoE, PrefillStep
 from headrace.model.gpu_linear import PLAIN
-from kernels import latent_store
+from kernels.attention import latent_store
 
 SMALLEST_OPENED = 8  # decode attention is opened for powers of two from here on: sequences, and blocks of each
 

@@ -9,7 +9,7 @@ import torch
 
 from headrace.cache.latent import LatentPool
 from headrace.model.deepseek import ROW_MULTIPLE, ForwardBatch, Transformer
-from kernels.mla_decode import KEY_CHUNK
+from kernels.attention.mla_decode import KEY_CHUNK
 
 PROMPT_LEN = KEY_CHUNK + 11
 BLOCK_SIZE = 16

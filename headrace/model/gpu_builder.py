@@ -19,7 +19,7 @@ from headrace.model.gpu_layers import GpuAttention, GpuBlock, GpuDense, GpuMoE
 from headrace.model.gpu_linear import ExpertSwiglu, Swiglu
 from headrace.model.precision import Weight
 from headrace.parallel.experts import ExpertExchange, LocalExchange
-from kernels import gate
+from kernels.experts import gate
 
 UP, DOWN = ("gate_proj.weight", "up_proj.weight"), ("down_proj.weight",)
 

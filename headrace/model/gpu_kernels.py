@@ -24,23 +24,12 @@ from headrace.model.gpu_linear import (
     needs,
 )
 from headrace.model.precision import Weight, format_of
-from kernels import (
-    concat_mla_k,
-    expert_dispatch,
-    fp8,
-    fp8_linear,
-    gate,
-    grouped_linear,
-    grouped_nvfp4,
-    latent_store,
-    mla_decode,
-    mla_prefill,
-    nvfp4_linear,
-    rms_norm,
-    rope_quantize,
-    silu_mul,
-)
-from kernels.fp8 import Fp8Weight
+from kernels.attention import concat_mla_k, latent_store, mla_decode, mla_prefill, rope_quantize
+from kernels.experts import expert_dispatch, gate, grouped_linear, grouped_nvfp4
+from kernels.formats import fp8
+from kernels.formats.fp8 import Fp8Weight
+from kernels.linear import fp8_linear, nvfp4_linear
+from kernels.rows import rms_norm, silu_mul
 from kernels.select import Backend, BackendUnavailable, choose
 
 OPS: Mapping[str, Sequence[Backend]] = {
@@ -105,7 +94,7 @@ class GpuKernels:
     def open_decode(self, pool_dtype: torch.dtype, **sizes: Any) -> tuple[Any, torch.dtype]:
         """The decode attention for a pool, and the dtype its queries have: the rows' own where a back end takes that.
 
-        `sizes` as in `kernels.mla_decode.open_device`, without device and dtypes. Raises BackendUnavailable.
+        `sizes` as in `kernels.attention.mla_decode.open_device`, without device and dtypes. Raises BackendUnavailable.
         """
         error: BackendUnavailable | None = None
         for q_dtype in dict.fromkeys((pool_dtype, torch.bfloat16)):

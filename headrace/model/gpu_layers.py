@@ -16,7 +16,8 @@ from headrace.model.deepseek import INNER_NORM_EPS
 from headrace.model.gpu_kernels import GpuKernels
 from headrace.model.gpu_linear import PLAIN, ExpertSwiglu, Linear, Rows, Swiglu
 from headrace.parallel.experts import ExpertExchange
-from kernels import gate, latent_store
+from kernels.attention import latent_store
+from kernels.experts import gate
 
 
 @dataclass

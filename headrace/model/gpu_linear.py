@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.model.precision import Weight
-from kernels.fp8 import Fp8Rows
+from kernels.formats.fp8 import Fp8Rows
 
 PLAIN, FP8 = "plain", "fp8"
 GROUPED_MM = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)  # named differently by torch's age
@@ -41,7 +41,7 @@ class Rows(NamedTuple):
 
 
 def needs(*wants: str) -> dict[str, bool]:
-    """keep and quantise of `kernels.rms_norm`'s add-and-norm for these readers."""
+    """keep and quantise of `kernels.rows.rms_norm`'s add-and-norm for these readers."""
     return {"keep": PLAIN in wants, "quantise": FP8 in wants}
 
 

@@ -1,8 +1,8 @@
 """The precision recipe: which number format each part of the weights is kept in, decided once at load.
 
 bf16    a plain tensor                                [..., out, in]
-fp8     kernels.fp8.Fp8Weight, DeepSeek's 128 x 128 blocks
-nvfp4   kernels.nvfp4.Nvfp4Weight, ModelOpt's blocks of 16
+fp8     kernels.formats.fp8.Fp8Weight, DeepSeek's 128 x 128 blocks
+nvfp4   kernels.formats.nvfp4.Nvfp4Weight, ModelOpt's blocks of 16
 
 A part is one or several matrices that share their input; their rows are joined before they get here. Router, norms,
 embedding and head are no parts: they stay bf16 (the correction bias fp32). Where a size does not suit a format the part
@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kernels import fp8, nvfp4
-from kernels.fp8 import Fp8Weight
-from kernels.nvfp4 import Nvfp4Weight
+from kernels.formats import fp8, nvfp4
+from kernels.formats.fp8 import Fp8Weight
+from kernels.formats.nvfp4 import Nvfp4Weight
 
 Weight = torch.Tensor | Fp8Weight | Nvfp4Weight
 

@@ -22,9 +22,9 @@ from headrace.model.gpu_kernels import GpuKernels
 from headrace.model.precision import Weight
 from headrace.model.weight_names import expected_tensors
 from headrace.parallel.experts import ExpertExchange
-from kernels import fp8, nvfp4
-from kernels.fp8 import Fp8Weight
-from kernels.nvfp4 import Nvfp4Weight
+from kernels.formats import fp8, nvfp4
+from kernels.formats.fp8 import Fp8Weight
+from kernels.formats.nvfp4 import Nvfp4Weight
 
 PUBLISHED = {"deepseek-r1": Path(__file__).with_name("deepseek_r1.json")}
 LARGEST_SIGMAS = 6.0  # of a normal value, beyond which FP8 codes saturate

@@ -19,8 +19,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.cache.latent import LatentPool
-from kernels import cpu_library, latent_store
-from kernels.mla_decode import PagedPlan
+from kernels.attention import latent_store
+from kernels.attention.mla_decode import PagedPlan
+from kernels.toolchain import cpu_library
 
 if TYPE_CHECKING:
     from headrace.model.deepseek import ForwardBatch, Transformer

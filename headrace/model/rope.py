@@ -1,4 +1,4 @@
-"""Rotary angles: plain and YaRN. The rotation itself is `kernels/rope.py`; pairs stay interleaved everywhere."""
+"""Rotary angles: plain and YaRN. The rotation itself is `kernels/attention/rope.py`; pairs stay interleaved everywhere."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.deepseek import Attention, Block, DenseFfn, Kernels, MoE, Transformer, why_not_c
 from headrace.model.weight_names import expected_mtp_tensors, expected_tensors
 from headrace.observe import logs
-from kernels import gate
+from kernels.experts import gate
 
 if TYPE_CHECKING:
     from headrace.model.deepseek_gpu import GpuTransformer

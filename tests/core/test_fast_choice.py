@@ -12,7 +12,7 @@ from engine_fakes import random_checkpoint
 from headrace.model import fast_choice, weights
 from headrace.model.fast_choice import PHASES, Candidate, choose
 from headrace.model.weights import load_transformer
-from kernels import cpu_library
+from kernels.toolchain import cpu_library
 
 OURS, TORCH, BF16 = Candidate(torch.float32, "c"), Candidate(torch.float32, "torch"), Candidate(torch.bfloat16, "torch")
 needs_c = pytest.mark.skipif(

@@ -10,8 +10,8 @@ import torch
 from headrace.model.exact import exact_self_test
 from headrace.model.random_checkpoint import write_random_checkpoint
 from headrace.model.weights import load_transformer
-from kernels import cpu_library
-from kernels.mla_decode import KEY_CHUNK
+from kernels.attention.mla_decode import KEY_CHUNK
+from kernels.toolchain import cpu_library
 from tests.core.model_driver import Driver
 from tests.golden import cases
 

@@ -7,7 +7,7 @@ import torch
 
 from headrace.model.random_checkpoint import write_random_checkpoint
 from headrace.model.weights import load_transformer
-from kernels import cpu_library
+from kernels.toolchain import cpu_library
 from tests.core.model_driver import Driver
 
 needs_c = pytest.mark.skipif(

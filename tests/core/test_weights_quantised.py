@@ -18,7 +18,7 @@ from headrace.model.random_checkpoint import TINY_SHAPE, write_random_checkpoint
 from headrace.model.random_weights import published_config, random_transformer
 from headrace.model.weight_names import expected_tensors
 from headrace.model.weights import load_gpu_transformer, load_transformer
-from kernels import fp8, nvfp4
+from kernels.formats import fp8, nvfp4
 from tests.core.model_driver import Driver
 
 SMALL = {"vocab_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64}

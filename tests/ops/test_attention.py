@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import cpu_library, mla_decode, mla_prefill
-from kernels.mla_decode import KEY_CHUNK
+from kernels.attention import mla_decode, mla_prefill
+from kernels.attention.mla_decode import KEY_CHUNK
+from kernels.toolchain import cpu_library
 
 CPU = torch.device("cpu")
 SCALE = 0.21

@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from kernels import mla_decode_vendors, mla_prefill, mla_prefill_vendors
-from kernels.mla_decode_vendors import MLA_MODULES, needs_flashinfer_mla, needs_flashinfer_modules
+from kernels.attention import mla_decode_vendors, mla_prefill, mla_prefill_vendors
+from kernels.attention.mla_decode_vendors import MLA_MODULES, needs_flashinfer_mla, needs_flashinfer_modules
 from kernels.select import Backend, choose
 
 HOPPER = torch.device("cuda")
