@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from bench.kernels.harness import Candidate, Ceilings, Row, measure_ceilings, relative_error, rows_of, sets_for
-from kernels.experts import grouped_linear
 from kernels.formats import fp8
 from kernels.formats.fp8 import Fp8Rows, Fp8Weight
-from kernels.linear import fp8_linear
+from kernels.linear import fp8_linear, grouped_linear
 from kernels.select import choose
 
 EXPERTS = 8

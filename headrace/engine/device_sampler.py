@@ -16,7 +16,7 @@ from headrace.engine import noise
 from headrace.engine.sampler import Drawn, Sampled, Sampler, Uncounted
 from headrace.engine.sampling_table import Need, SamplingTable
 from headrace.engine.step import TopColumns
-from headrace.engine.upload import Readback, upload
+from headrace.model.upload import Readback, upload
 from kernels.rows import sampling
 from kernels.select import choose
 

@@ -18,8 +18,8 @@ from headrace.cache.latent import LatentPool
 from headrace.engine.request import PrefillSequence
 from headrace.engine.sampler import Drawn, Sampled, Sampler, SamplingTable
 from headrace.engine.step import StepPlan
-from headrace.engine.upload import upload
 from headrace.model.deepseek import ForwardBatch
+from headrace.model.upload import upload
 
 
 class Model(Protocol):

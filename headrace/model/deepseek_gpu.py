@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from headrace.cache.latent import LatentPool
-from headrace.engine.upload import upload
 from headrace.model import rope as rope_angles
 from headrace.model.config import ModelConfig
 from headrace.model.deepseek import ForwardBatch, Phase
 from headrace.model.gpu_kernels import GpuKernels
 from headrace.model.gpu_layers import DecodeStep, GpuBlock, GpuMoE, PrefillStep
 from headrace.model.gpu_linear import PLAIN
+from headrace.model.upload import upload
 from kernels.attention import latent_store
 
 SMALLEST_OPENED = 8  # decode attention is opened for powers of two from here on: sequences, and blocks of each

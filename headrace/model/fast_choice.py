@@ -98,7 +98,9 @@ def _fastest(model: Transformer, phase: Phase, count: int) -> float:
 
 def _batch(model: Transformer, phase: Phase, count: int) -> tuple[ForwardBatch, LatentPool]:
     """`count` samples with one new token each, or one prompt of `count` tokens, over a pool of their own."""
-    sequences, context = (1, count) if phase == "prefill" else (count, _CONTEXT)
+    longest = model.config.max_position_embeddings
+    count = min(count, longest) if phase == "prefill" else count
+    sequences, context = (1, count) if phase == "prefill" else (count, min(_CONTEXT, longest))
     blocks = -(-context // _BLOCK_SIZE)
     pool = LatentPool(
         len(model.blocks), sequences * blocks, _BLOCK_SIZE, model.config.row_dim, model.pool_dtype, model.device

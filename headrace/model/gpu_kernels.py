@@ -25,10 +25,10 @@ from headrace.model.gpu_linear import (
 )
 from headrace.model.precision import Weight, format_of
 from kernels.attention import concat_mla_k, latent_store, mla_decode, mla_prefill, rope_quantize
-from kernels.experts import expert_dispatch, gate, grouped_linear, grouped_nvfp4
+from kernels.experts import expert_dispatch, gate
 from kernels.formats import fp8
 from kernels.formats.fp8 import Fp8Weight
-from kernels.linear import fp8_linear, nvfp4_linear
+from kernels.linear import fp8_linear, grouped_linear, grouped_nvfp4, nvfp4_linear
 from kernels.rows import rms_norm, silu_mul
 from kernels.select import Backend, BackendUnavailable, choose
 

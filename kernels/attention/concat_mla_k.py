@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import torch
 
-from kernels.attention.mla_decode_vendors import needs_flashinfer_modules
 from kernels.select import Backend
 from kernels.toolchain.triton_support import jit, needs_triton, tl, triton
+from kernels.toolchain.vendors import needs_flashinfer_modules
 
 
 def reference(k_nope: torch.Tensor, k_rope: torch.Tensor) -> torch.Tensor:

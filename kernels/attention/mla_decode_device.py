@@ -21,9 +21,10 @@ import torch
 
 from kernels.attention.mla_decode_gluon import GluonDecode, needs_gluon
 from kernels.attention.mla_decode_triton import TritonDecode, out_dtype_for
-from kernels.attention.mla_decode_vendors import FlashInferDecode, FlashMlaDecode, needs_flash_mla, needs_flashinfer_mla
+from kernels.attention.mla_decode_vendors import FlashInferDecode, FlashMlaDecode, needs_flashinfer_mla
 from kernels.select import Backend, BackendUnavailable, choose
 from kernels.toolchain.triton_support import needs_triton
+from kernels.toolchain.vendors import needs_flash_mla
 
 
 class ReferenceDecode:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kernels.attention.mla_decode_vendors import needs_flashinfer_modules
+from kernels.toolchain.vendors import needs_flashinfer_modules
 
 __all__ = ["FlashInferVarlen", "needs_flashinfer"]
 

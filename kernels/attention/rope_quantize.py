@@ -25,9 +25,9 @@ import torch
 
 from kernels.attention import latent_store, rope
 from kernels.attention.latent_store import finished_latent, rotated, rounded
-from kernels.attention.mla_decode_vendors import needs_flashinfer_modules
 from kernels.select import Backend
 from kernels.toolchain.triton_support import jit, needs_triton, tl, triton
+from kernels.toolchain.vendors import needs_flashinfer_modules
 
 
 def reference(

@@ -23,13 +23,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kernels.attention.mla_decode_vendors import needs_flashinfer_modules
-from kernels.experts import grouped_linear
 from kernels.formats.fp8 import GROUP, Fp8Rows, Fp8Weight, dequantise_rows, dequantise_weight
-from kernels.linear import fp8_hopper
+from kernels.linear import fp8_hopper, grouped_linear
 from kernels.select import Backend
 from kernels.toolchain import cuda_library
 from kernels.toolchain.triton_support import needs_capability, needs_triton
+from kernels.toolchain.vendors import needs_flashinfer_modules
 
 CUBLAS_N, CUBLAS_K, CUBLAS_TOKENS = 16, 4 * GROUP, 4
 

@@ -11,7 +11,7 @@ from bench.kernels.harness import Ceilings, relative_error, sets_for
 from bench.roofline import Op, Share, step_ops, total_us
 from headrace.model.gpu_kernels import GpuKernels
 from headrace.model.random_weights import published_config
-from kernels.experts import grouped_linear
+from kernels.linear import grouped_linear
 
 CEILINGS = Ceilings(copy_gb_s=4000.0, bf16_tflops=800.0, fp8_tflops=1000.0)
 

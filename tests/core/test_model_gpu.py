@@ -19,8 +19,8 @@ from headrace.model.gpu_linear import ByRows, PreparedLinear, Rows
 from headrace.model.random_checkpoint import write_random_checkpoint
 from headrace.model.weights import load_gpu_transformer, load_transformer
 from headrace.parallel.experts import LocalExchange
-from kernels.experts import grouped_linear
 from kernels.formats.fp8 import Fp8Weight
+from kernels.linear import grouped_linear
 from kernels.select import BackendUnavailable
 from tests.core.model_driver import Driver
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.attention import concat_mla_k
-from kernels.attention.mla_decode_vendors import needs_flashinfer_modules
+from kernels.toolchain.vendors import needs_flashinfer_modules
 
 
 def inputs(tokens, heads, nope, value, rope, dtype, device):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.experts import grouped_linear as grouped
 from kernels.formats.fp8 import Fp8Rows, Fp8Weight, quantise_weight
 from kernels.formats.fp8 import reference as quantise
+from kernels.linear import grouped_linear as grouped
 from kernels.select import choose
 
 TOLERANCE = 2**-7  # of the largest value: one rounding to bf16, and fp32 sums in another order

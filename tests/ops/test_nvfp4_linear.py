@@ -10,9 +10,8 @@ import sys
 import pytest
 import torch
 
-from kernels.experts import grouped_nvfp4
 from kernels.formats import fp8, nvfp4
-from kernels.linear import nvfp4_hopper, nvfp4_linear
+from kernels.linear import grouped_nvfp4, nvfp4_hopper, nvfp4_linear
 from kernels.toolchain.triton_support import triton
 
 BF16_STEPS = 2.0**-7  # operands and result rounded to bf16, sums of up to 512 products in fp32

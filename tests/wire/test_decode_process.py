@@ -146,7 +146,7 @@ def identity(said) -> p.WorkerIdentity:
 
 
 def test_the_aggregated_process_gives_the_engines_tokens_and_drains(checkpoint, expected, tmp_path):
-    with processes(checkpoint, tmp_path, ["decode --aggregated"]) as (children, (said,)):
+    with processes(checkpoint, tmp_path, ["aggregated"]) as (children, (said,)):
         asyncio.run(everything_matches(identity(said), identity(said), expected))
         children[0].send_signal(signal.SIGTERM)
         assert children[0].wait(15) == 0

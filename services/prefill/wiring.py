@@ -1,4 +1,4 @@
-"""Puts a prefill core together from real parts; `__main__` and the aggregated decode process use it."""
+"""Puts a prefill core together from real parts; `__main__` and the aggregated process use it."""
 
 from __future__ import annotations
 

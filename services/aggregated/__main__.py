@@ -1,28 +1,25 @@
-"""One process that prefills and decodes: `python -m services.decode --aggregated`, the oracle for the disaggregated mesh.
+"""One process that prefills and decodes: `python -m services.aggregated`, the oracle for the disaggregated mesh.
 
 The same cores, the same protocol, the same engine thread and model; two pools, and the `local` transfer between them.
-Routers see a prefill rank and a decode rank at one address. The only file that imports both services.
+Routers see a prefill rank and a decode rank at one address. The only package that imports both services.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
 
-from headrace import rpc, transfer
-from headrace.client import Peers
+from headrace import transfer
 from headrace.engine.rank import open_worker
 from headrace.errors import DeadlineExceeded, Unavailable
-from headrace.process import start as process
-from headrace.process.start import Start
+from headrace.process.start import Start, run_service
+from headrace.process.worker import WorkerProcess, open_worker_process
 from headrace.protocol import CommitCommand, StopState, WorkerIdentity
 from services.decode import server as decode_server
-from services.decode.compose import open_decoder
 from services.decode.core import Decoder
+from services.decode.wiring import open_decoder
 from services.prefill import server as prefill_server
-from services.prefill.compose import open_prefiller
 from services.prefill.core import Prefiller
+from services.prefill.wiring import open_prefiller
 
 BACKEND = "local"
 
@@ -60,42 +57,43 @@ class LocalWriter:
 
 async def main(start: Start) -> None:
     """Loads once, serves both services at one address, drains both."""
-    config, host = start.config, start.config.mesh.host
-    worker = await asyncio.to_thread(open_worker, config)
-    prefill_worker = open_worker(config, engine=worker.engine, transformer=worker.transformer)
-    worker.engine.start()
-    async with contextlib.AsyncExitStack() as stack:
-        stack.callback(worker.engine.stop)
-        peers = Peers()
-        stack.push_async_callback(peers.close)
-        start = dataclasses.replace(start, port=start.port or rpc.unused_port(host))
-        identity = WorkerIdentity(f"{host}:{start.port}", start.epoch)
-        registry = await stack.enter_async_context(start.open_registry())
+    host = start.config.mesh.host
+    async with open_worker_process(start) as process:
+        worker, stack = process.worker, process.stack
+        prefill_worker = open_worker(start.config, engine=worker.engine, transformer=worker.transformer)
         target = transfer.open_target(BACKEND, worker.latent.rows, host)
         stack.callback(target.close)
         source = transfer.open_source(BACKEND, prefill_worker.latent.rows, host)
         stack.callback(source.close)
         writer = LocalWriter()
         decoder = await stack.enter_async_context(
-            open_decoder(start, worker, identity, peers, target, transfer=BACKEND, stop_writer=writer.stop)
+            open_decoder(
+                process.start,
+                worker,
+                process.identity,
+                process.peers,
+                target,
+                transfer=BACKEND,
+                stop_writer=writer.stop,
+            )
         )
         port = LocalDecode(decoder)
         writer.core = await stack.enter_async_context(
             open_prefiller(
-                start,
+                process.start,
                 prefill_worker,
-                identity,
-                registry,
-                peers,
+                process.identity,
+                process.registry,
+                process.peers,
                 source,
                 transfer=BACKEND,
                 decode=lambda address: port,
             )
         )
-        await _serve(start, stack, registry, decoder, writer.core, worker.model_name)
+        await _serve(process, decoder, writer.core)
 
 
-async def _serve(start, stack, registry, decoder: Decoder, prefiller: Prefiller, model_name: str) -> None:
+async def _serve(process: WorkerProcess, decoder: Decoder, prefiller: Prefiller) -> None:
     def register(grpc_server) -> None:
         decode_server.register(decoder)(grpc_server)
         prefill_server.register(prefiller)(grpc_server)
@@ -103,6 +101,9 @@ async def _serve(start, stack, registry, decoder: Decoder, prefiller: Prefiller,
     async def drain(grace_s: float) -> None:
         await asyncio.gather(prefiller.drain(grace_s), decoder.drain(grace_s))
 
-    grpc_server, _ = await start.listen(register, (decode_server.SERVICE, prefill_server.SERVICE))
-    stack.push_async_callback(grpc_server.stop, None)
-    await process.serve(start, grpc_server, registry, {"model": model_name}, drain, roles=("prefill", "decode"))
+    names = (decode_server.SERVICE, prefill_server.SERVICE)
+    await process.serve(register, names, drain, roles=("prefill", "decode"))
+
+
+if __name__ == "__main__":
+    run_service("aggregated", main)

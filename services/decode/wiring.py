@@ -21,7 +21,7 @@ from headrace.process.start import Start
 from headrace.protocol import SamplingParams, StopState, WorkerIdentity
 from headrace.transfer.base import TransferTarget
 from services.decode.core import Decoder
-from services.decode.ports import Collaborators, StopWriter
+from services.decode.interfaces import Collaborators, StopWriter
 
 log = logs.get(__name__)
 
