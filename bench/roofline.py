@@ -2,7 +2,7 @@
 
 The time of an op is the larger of its bytes over the copy rate and its FLOP over the matrix rate of its dtype; a step is
 the sum over its ops. Every input is read once and every output written once, weights included; ops are those of the
-fused plan in `headrace/model/deepseek_gpu.py`. Shapes come from the model's config. Communication is not counted.
+fused plan in `headrace/model/deepseek/fused.py`. Shapes come from the model's config. Communication is not counted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bench.kernels.harness import Ceilings
-from headrace.model.config import ModelConfig
+from headrace.model.deepseek.config import ModelConfig
 
 BF16, FP8, FP32 = 2.0, 1.0 + 4 / 128, 4.0
 """Bytes an element; fp8 with its fp32 scale for each 128."""

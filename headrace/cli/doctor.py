@@ -116,10 +116,14 @@ def _look(op: str, backend: Backend, device) -> Finding:
 
 
 def _exact_mode(config: Config) -> str:
-    from headrace.model.exact import exact_self_test
-    from headrace.model.weights import load_transformer
+    import torch
 
-    model = load_transformer(configuration.model_directory(config), exact=True)
+    from headrace.engine.exact import exact_self_test
+    from headrace.model.base import ModelOptions
+    from headrace.model.families import family_of
+
+    directory = configuration.model_directory(config)
+    model = family_of(directory).load(directory, torch.device("cpu"), ModelOptions(exact=True))
     reason = exact_self_test(model)
     if reason is not None:
         raise ConfigError(reason, field="engine.exact")

@@ -9,7 +9,7 @@ No tokens give no rows. Products are in x's dtype; the `c` back end multiplies i
 that loses nothing, which halves what a small batch has to read.
 
 Bits: with `c` a row's value depends on that row alone. With `torch` that holds on the hosts and row counts that
-`headrace.model.exact` has tried (multiples of 16), and nowhere by promise.
+`headrace.engine.exact` has tried (multiples of 16), and nowhere by promise.
 """
 
 from __future__ import annotations

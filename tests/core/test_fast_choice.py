@@ -7,11 +7,13 @@ import logging
 
 import pytest
 import torch
-from engine_fakes import random_checkpoint
+from engine_fakes import random_checkpoint, small_config
 
-from headrace.model import fast_choice, weights
-from headrace.model.fast_choice import PHASES, Candidate, choose
-from headrace.model.weights import load_transformer
+from headrace.engine import fast_choice
+from headrace.engine.fast_choice import PHASES, choose
+from headrace.engine.offline import load_configured
+from headrace.model.base import Candidate, ModelOptions
+from headrace.model.families import family_of
 from kernels.toolchain import cpu_library
 
 OURS, TORCH, BF16 = Candidate(torch.float32, "c"), Candidate(torch.float32, "torch"), Candidate(torch.bfloat16, "torch")
@@ -50,8 +52,11 @@ def test_one_candidate_is_taken_without_a_measurement():
 
 @pytest.fixture()
 def checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "_CHOSEN", {})
+    monkeypatch.setattr(fast_choice, "_CHOSEN", {})
     return random_checkpoint(tmp_path / "model")
+
+
+FAST = small_config(exact=False)
 
 
 def pretend(monkeypatch, milliseconds: dict[torch.dtype, float]):
@@ -63,20 +68,21 @@ def pretend(monkeypatch, milliseconds: dict[torch.dtype, float]):
 @needs_c
 def test_fast_mode_keeps_the_c_kernels_where_bf16_is_slower(checkpoint, monkeypatch):
     pretend(monkeypatch, {torch.float32: 1.0, torch.bfloat16: 4.0})
-    model = load_transformer(checkpoint, exact=False)
+    model = load_configured(checkpoint, FAST)
     assert (model.kernels.family, model.dtype, model.pool_dtype) == ("c", torch.float32, torch.bfloat16)
-    assert dict(model.precision_table())["fast mode, timed"].startswith("fp32 c: decode of 1 1.00 ms")
 
 
 def test_fast_mode_takes_bf16_where_it_is_faster(checkpoint, monkeypatch):
     pretend(monkeypatch, {torch.float32: 4.0, torch.bfloat16: 1.0})
-    assert load_transformer(checkpoint, exact=False).dtype == torch.bfloat16
+    assert load_configured(checkpoint, FAST).dtype == torch.bfloat16
 
 
 def test_what_was_asked_for_is_not_timed(checkpoint, monkeypatch):
     pretend(monkeypatch, {})
-    assert load_transformer(checkpoint, exact=False, dtype=torch.bfloat16).dtype == torch.bfloat16
-    assert load_transformer(checkpoint, exact=False, dtype=torch.float32, kernels="torch").kernels.family == "torch"
+    family = family_of(checkpoint)
+    for asked in (ModelOptions(False, torch.bfloat16), ModelOptions(False, torch.float32, "torch")):
+        made = fast_choice.chosen(family, checkpoint, torch.device("cpu"), asked)
+        assert (made.dtype, made.kernels) == (asked.dtype, "torch")
 
 
 def test_the_choice_is_made_once_a_process_and_logged(checkpoint, monkeypatch, caplog):
@@ -85,16 +91,16 @@ def test_the_choice_is_made_once_a_process_and_logged(checkpoint, monkeypatch, c
         fast_choice, "time_steps", lambda model: asked.append(model.dtype) or dict.fromkeys(PHASES, 1.0)
     )
     with caplog.at_level(logging.INFO):
-        first, second = (load_transformer(checkpoint, exact=False) for _ in range(2))
+        first, second = (load_configured(checkpoint, FAST) for _ in range(2))
     assert asked == [torch.float32, torch.bfloat16] and first.dtype == second.dtype
     assert [record.message for record in caplog.records].count("fast mode chosen") == 1
 
 
 def test_a_real_trial_times_every_phase_of_two_layers_of_this_model(checkpoint):
-    model = load_transformer(checkpoint, exact=False)
-    seconds = fast_choice.time_steps(model)
-    assert set(seconds) == set(PHASES) and all(0 < took < 10 for took in seconds.values())
+    family, options = family_of(checkpoint), ModelOptions(exact=False)
+    trial = family.trial(checkpoint, torch.device("cpu"), options)
     layers = json.loads((checkpoint / "config.json").read_text())
     kinds = 2 if 0 < layers["first_k_dense_replace"] < layers["num_hidden_layers"] else 1
-    trial = weights._Builder(weights.Checkpoint(checkpoint, model.config), model.device, torch.float32, False, None)
-    assert len(trial.trial().blocks) == kinds
+    assert len(trial.blocks) == trial.kv_regions[0].num_layers == kinds
+    seconds = fast_choice.time_steps(trial)
+    assert set(seconds) == set(PHASES) and all(0 < took < 10 for took in seconds.values())

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.errors import CheckpointError
-from headrace.model.config import ModelConfig
-from headrace.model.random_checkpoint import TINY_SHAPE, write_random_checkpoint
-from headrace.model.weights import expected_mtp_tensors, load_transformer
+from headrace.model.deepseek.config import ModelConfig
+from headrace.model.deepseek.loading import expected_mtp_tensors, load_transformer
+from headrace.model.weights.random_checkpoint import TINY_SHAPE, write_random_checkpoint
 from kernels.select import BackendUnavailable
 from tests.core.model_driver import Driver
 
@@ -255,7 +255,7 @@ def test_old_and_new_rope_keys_mean_the_same():
 def test_the_config_is_read_without_torch(checkpoint):
     code = f"""
 import sys
-from headrace.model.config import ModelConfig
+from headrace.model.deepseek.config import ModelConfig
 assert ModelConfig.load({str(checkpoint)!r}).row_dim == 144
 assert not {{"torch", "numpy", "safetensors"}} & set(sys.modules), "router would load torch"
 """

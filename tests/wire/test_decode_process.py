@@ -18,7 +18,7 @@ from headrace.config import EngineConfig
 from headrace.engine.offline import Engine
 from headrace.launch.children import start_child, stop_child, wait_ready
 from headrace.launch.redis_server import BundledRedis
-from headrace.model.random_checkpoint import write_random_checkpoint
+from headrace.model.weights.random_checkpoint import write_random_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUTER = p.WorkerIdentity("127.0.0.1:1", "router-played-by-hand")

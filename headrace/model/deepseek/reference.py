@@ -10,17 +10,18 @@ Tensor comments: t tokens, h heads, c latent, r rope, n nope, d value, e experts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from headrace.cache.latent import LatentPool
-from headrace.model import rope as rope_angles
-from headrace.model.config import ModelConfig
-from headrace.model.recorded import RecordedSteps
+from headrace.model.base import ForwardBatch, KvRegion, Phase, Stepping
+from headrace.model.deepseek import rope as rope_angles
+from headrace.model.deepseek.config import ModelConfig
 from kernels.attention import latent_store, mla_decode, mla_prefill
 from kernels.experts import expert_ffn, gate
 from kernels.linear import dense as linear
@@ -33,42 +34,9 @@ INNER_NORM_EPS = 1e-6  # q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps
 ROW_MULTIPLE = 16  # exact mode with torch's matrix products: rows of each; heads in absorbed attention
 MAX_UNIFORM_QUERY_LEN = 8  # decode kernels take up to this many new tokens a sequence (drafts to verify)
 
-Phase = Literal["prefill", "decode"]
-
 
 @dataclass
-class ForwardBatch:
-    """Sequences packed one after another, on the model's device.
-
-    token_ids      [num_tokens] int64
-    positions      [num_tokens] int64              0-based place in its sequence
-    slots          [num_tokens] int64              block_id * block_size + offset; -1 is padding, skipped
-    block_tables   [num_seqs, max_blocks] int32    0-padded
-    query_starts   num_seqs + 1 integers           sequence i owns tokens query_starts[i] : query_starts[i + 1];
-                                                   tokens past the last start are padding
-    context_lens   num_seqs integers               rows a sequence attends to, its new tokens (the last ones) included;
-                                                   earlier rows are in the pool already
-    logit_indices  [num_logits] int64              tokens whose hidden state goes through the head
-    last_token_logits                              the host's word that these are each sequence's last token, in order:
-                                                   then a GPU's last layer computes no others
-    """
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    block_tables: torch.Tensor
-    query_starts: Sequence[int]
-    context_lens: Sequence[int]
-    logit_indices: torch.Tensor
-    last_token_logits: bool = False
-
-    @property
-    def query_lens(self) -> list[int]:
-        return [end - start for start, end in zip(self.query_starts, self.query_starts[1:], strict=False)]
-
-
-@dataclass
-class Step:
+class Forward:
     """What all layers of one forward share."""
 
     cos: torch.Tensor  # [t, r / 2]
@@ -154,7 +122,7 @@ class Attention:
         self.padded_heads = -(-self.heads // self.kernels.row_multiple) * self.kernels.row_multiple
         self.scale = config.softmax_scale
 
-    def project(self, x: torch.Tensor, pool: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    def project(self, x: torch.Tensor, pool: torch.Tensor, step: Forward) -> tuple[torch.Tensor, torch.Tensor]:
         """[t, hidden] -> q [t, h, n + r] with its rope part rotated, rows [t, c + r]; the rows are in the pool too."""
         config, kernels = self.config, self.kernels
         packed = kernels.linear.run(x, self.qkv_a)
@@ -166,7 +134,7 @@ class Attention:
         kernels.store(q, rows, self.kv_norm, INNER_NORM_EPS, step.cos, step.sin, pool, step.store)
         return q, rows
 
-    def attend(self, q: torch.Tensor, rows: torch.Tensor, pool: torch.Tensor, step: Step) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, rows: torch.Tensor, pool: torch.Tensor, step: Forward) -> torch.Tensor:
         """-> [t, h * d]; tokens that belong to no sequence get zeros."""
         if step.absorbed is None:
             return self._naive(q, rows, pool, step)
@@ -182,7 +150,7 @@ class Attention:
         self.kernels.linear.per_head(mixed, self.up_value, out)
         return out.flatten(1)
 
-    def _naive(self, q: torch.Tensor, rows: torch.Tensor, pool: torch.Tensor, step: Step) -> torch.Tensor:
+    def _naive(self, q: torch.Tensor, rows: torch.Tensor, pool: torch.Tensor, step: Forward) -> torch.Tensor:
         if step.context_slots is not None:
             rows = pool.view(-1, pool.shape[-1]).index_select(0, step.context_slots).to(q.dtype)
         else:
@@ -263,12 +231,12 @@ class Block:
     ffn_norm: torch.Tensor
     ffn: DenseFfn | MoE
 
-    def store(self, x: torch.Tensor, pool: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    def store(self, x: torch.Tensor, pool: torch.Tensor, step: Forward) -> tuple[torch.Tensor, torch.Tensor]:
         """Project, and put every new row of this layer into the pool."""
         return self.attention.project(self.kernels.norm(x, self.attention_norm, self.eps), pool, step)
 
     def finish(
-        self, x: torch.Tensor, q: torch.Tensor, rows: torch.Tensor, pool: torch.Tensor, step: Step
+        self, x: torch.Tensor, q: torch.Tensor, rows: torch.Tensor, pool: torch.Tensor, step: Forward
     ) -> torch.Tensor:
         """Attend and feed forward; `x` is the residual stream, added to in place."""
         x = self.kernels.linear.run(self.attention.attend(q, rows, pool, step), self.attention.out, add_to=x)
@@ -277,11 +245,7 @@ class Block:
 
 
 class Transformer:
-    """A loaded model. `weights.load_transformer` makes it; one engine thread calls it.
-
-    config, device, dtype (of the matrix products), exact; pool_dtype: what a LatentPool for it should hold.
-    recorded: replays decode steps' kernel calls (recorded.py); None to run every step op by op. Bits are the same.
-    """
+    """A loaded model (headrace.model.base.Model, and ReplayableModel with the C kernels): plain ops, one after another."""
 
     def __init__(
         self,
@@ -296,42 +260,33 @@ class Transformer:
         norm: torch.Tensor,
         head: Prepared,
         precision: list[tuple[str, str]],
+        pool_dtype: torch.dtype,
         mtp_tensors: dict[str, torch.Tensor] | None = None,
     ):
         self.config, self.device, self.dtype, self.exact, self.kernels = config, device, dtype, exact, kernels
-        self.pool_dtype = torch.float32 if exact else torch.bfloat16  # of a LatentPool for this model
+        self.pool_dtype = pool_dtype
+        self.vocab_size, self.max_context_tokens = config.vocab_size, config.max_position_embeddings
+        self.kv_regions = (KvRegion("latent", len(blocks), config.row_dim),)
+        self.stepping = Stepping.REPLAYED if kernels.family == "c" else Stepping.PLAIN
         self.embedding, self.blocks, self.norm, self.head = embedding, blocks, norm, head
         self.mtp_tensors = mtp_tensors or {}
         self._precision = precision
         self._cos, self._sin = rope_angles.tables(config, device)
-        self.recorded = RecordedSteps(self) if kernels.family == "c" else None
 
     def precision_table(self) -> list[tuple[str, str]]:
         """(part, dtype) as decided at load."""
         return list(self._precision)
 
-    @property
-    def moe_dp_chunk_tokens(self) -> int:
-        """Tokens that go through a MoE layer at a time; 0 is all. Never changes the result."""
-        return next((block.ffn.dp_chunk_tokens for block in self._moe_blocks()), 0)
-
-    @moe_dp_chunk_tokens.setter
-    def moe_dp_chunk_tokens(self, tokens: int) -> None:
-        for block in self._moe_blocks():
-            block.ffn.dp_chunk_tokens = tokens
-
-    @property
-    def moe_activation_chunk_tokens(self) -> int:
-        """Tokens whose expert activations are held at a time; 0 is all. Never changes the result."""
-        return next((block.ffn.activation_chunk_tokens for block in self._moe_blocks()), 0)
-
-    @moe_activation_chunk_tokens.setter
-    def moe_activation_chunk_tokens(self, tokens: int) -> None:
-        for block in self._moe_blocks():
-            block.ffn.activation_chunk_tokens = tokens
-
-    def _moe_blocks(self) -> list[Block]:
-        return [block for block in self.blocks if isinstance(block.ffn, MoE)]
+    def with_chunks(self, *, dp_tokens: int = 0, activation_tokens: int = 0) -> Transformer:
+        """The same weights with other bounds on the tokens that go through a MoE layer, and through its experts, at a time; 0 is all.
+        Never changes a result."""
+        made = copy.copy(self)
+        chunks = {"dp_chunk_tokens": dp_tokens, "activation_chunk_tokens": activation_tokens}
+        made.blocks = [
+            replace(block, ffn=replace(block.ffn, **chunks)) if isinstance(block.ffn, MoE) else block
+            for block in self.blocks
+        ]
+        return made
 
     @property
     def rope_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -351,10 +306,6 @@ class Transformer:
 
         `on_layer(l)` is called as soon as all rows of layer l are in the pool, so that their push may begin.
         """
-        if phase == "decode" and self.recorded is not None and on_layer is None:
-            x = self.recorded.run(batch, pool)
-            if x is not None:
-                return self._logits(x.index_select(0, batch.logit_indices))
         batch = self._padded(batch)
         step = self._plan(batch, pool, phase)
         x = self.embedding.index_select(0, batch.token_ids)
@@ -364,9 +315,10 @@ class Transformer:
             if on_layer is not None:
                 on_layer(layer)
             x = block.finish(x, q, rows, rows_of_layer, step)
-        return self._logits(x.index_select(0, batch.logit_indices))
+        return self.logits(x.index_select(0, batch.logit_indices))
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] after the last layer -> [n, vocab] fp32."""
         count = len(hidden)
         hidden = _pad_rows(hidden, -(-count // self.kernels.row_multiple) * self.kernels.row_multiple)
         normed = self.kernels.norm(hidden, self.norm, self.config.rms_norm_eps)
@@ -386,15 +338,15 @@ class Transformer:
             logit_indices=batch.logit_indices,
         )
 
-    def uniform_step(self, cos: torch.Tensor, sin: torch.Tensor, store: latent_store.Plan, plan: Any) -> Step:
+    def uniform_step(self, cos: torch.Tensor, sin: torch.Tensor, store: latent_store.Plan, plan: Any) -> Forward:
         """A decode step of one token a sequence, over a plan of `kernels.decode`."""
         count = len(cos)
         lens = [1] * count  # only what has no plan looks at them
-        return Step(cos, sin, store, count, lens, lens, absorbed=self.kernels.decode, plan=plan)
+        return Forward(cos, sin, store, count, lens, lens, absorbed=self.kernels.decode, plan=plan)
 
-    def _plan(self, batch: ForwardBatch, pool: LatentPool, phase: Phase) -> Step:
+    def _plan(self, batch: ForwardBatch, pool: LatentPool, phase: Phase) -> Forward:
         query_lens, context_lens = batch.query_lens, list(batch.context_lens)
-        step = Step(
+        step = Forward(
             cos=self._cos.index_select(0, batch.positions),
             sin=self._sin.index_select(0, batch.positions),
             store=latent_store.plan(batch.slots),

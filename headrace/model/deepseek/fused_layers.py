@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from headrace.model.config import ModelConfig
-from headrace.model.deepseek import INNER_NORM_EPS
-from headrace.model.gpu_kernels import GpuKernels
-from headrace.model.gpu_linear import PLAIN, ExpertSwiglu, Linear, Rows, Swiglu
+from headrace.model.deepseek.config import ModelConfig
+from headrace.model.deepseek.fused_kernels import FusedKernels
+from headrace.model.deepseek.fused_linear import PLAIN, ExpertSwiglu, Linear, Rows, Swiglu
+from headrace.model.deepseek.reference import INNER_NORM_EPS
 from headrace.parallel.experts import ExpertExchange
 from kernels.attention import latent_store
 from kernels.experts import gate
@@ -57,7 +57,7 @@ class PrefillStep:
 
 
 @dataclass
-class GpuAttention:
+class FusedAttention:
     """Multi-head latent attention.
 
     qkv_a    hidden -> q_lora + c + r (the whole q in place of q_lora when the model has none)
@@ -68,7 +68,7 @@ class GpuAttention:
     """
 
     config: ModelConfig
-    kernels: GpuKernels
+    kernels: FusedKernels
     qkv_a: Linear
     q_norm: torch.Tensor | None
     q_b: Linear | None
@@ -142,7 +142,7 @@ def _gathered(pool: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> to
 
 
 @dataclass
-class GpuDense:
+class FusedDense:
     """An ordinary feed-forward layer."""
 
     ffn: Swiglu
@@ -158,7 +158,7 @@ class GpuDense:
 
 
 @dataclass
-class GpuMoE:
+class FusedMoE:
     """Routed experts plus the shared one. The two knobs bound memory in prefill and never change a result; 0 is off.
 
     router [e, hidden] bf16 (fp32 where bf16 would lose something)      bias [e] fp32
@@ -166,7 +166,7 @@ class GpuMoE:
     shared: the shared expert; None where there is none, or where it is the last of `experts` (`own_rows`)
     """
 
-    kernels: GpuKernels
+    kernels: FusedKernels
     limits: gate.Limits
     router: torch.Tensor
     bias: torch.Tensor
@@ -214,10 +214,10 @@ def _chunks(tokens: int, chunk: int) -> list[slice]:
 
 
 @dataclass
-class GpuBlock:
+class FusedBlock:
     """One decoder layer; gains [hidden] of its two norms."""
 
     attention_norm: torch.Tensor
-    attention: GpuAttention
+    attention: FusedAttention
     ffn_norm: torch.Tensor
-    ffn: GpuDense | GpuMoE
+    ffn: FusedDense | FusedMoE

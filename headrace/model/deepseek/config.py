@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import CheckpointError
-from headrace.model import quantisation
-from headrace.model.quantisation import Quantisation
+from headrace.model.weights import quantisation
+from headrace.model.weights.quantisation import Quantisation
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM",)
 

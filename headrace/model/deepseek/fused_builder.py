@@ -1,4 +1,4 @@
-"""Puts a GpuTransformer together from a source of weights: a checkpoint, or a generator (`random_weights.py`).
+"""Puts a FusedTransformer together from a source of weights: a checkpoint, or a generator (`random_weights.py`).
 
 A source answers tensors by their checkpoint names, on the model's device, each part in the format the recipe asks for.
 """
@@ -10,14 +10,14 @@ from typing import Protocol
 
 import torch
 
-from headrace.model import precision
-from headrace.model.checkpoint import Checkpoint
-from headrace.model.config import ModelConfig
-from headrace.model.deepseek_gpu import GpuTransformer
-from headrace.model.gpu_kernels import GpuKernels
-from headrace.model.gpu_layers import GpuAttention, GpuBlock, GpuDense, GpuMoE
-from headrace.model.gpu_linear import ExpertSwiglu, Swiglu
-from headrace.model.precision import Weight
+from headrace.model.deepseek.config import ModelConfig
+from headrace.model.deepseek.fused import FusedTransformer
+from headrace.model.deepseek.fused_kernels import FusedKernels
+from headrace.model.deepseek.fused_layers import FusedAttention, FusedBlock, FusedDense, FusedMoE
+from headrace.model.deepseek.fused_linear import ExpertSwiglu, Swiglu
+from headrace.model.weights import precision
+from headrace.model.weights.checkpoint import CheckpointFiles
+from headrace.model.weights.precision import Weight
 from headrace.parallel.experts import ExpertExchange, LocalExchange
 from kernels.experts import gate
 
@@ -42,14 +42,14 @@ class WeightSource(Protocol):
     def experts(self, prefix: str, names: Sequence[str], ids: range) -> Weight: ...
 
 
-class GpuBuilder:
+class FusedBuilder:
     """One model. `exchange` is what every MoE layer sends tokens through (None: all experts are here)."""
 
     def __init__(
         self,
         config: ModelConfig,
         source: WeightSource,
-        kernels: GpuKernels,
+        kernels: FusedKernels,
         *,
         pool_dtype: torch.dtype = torch.bfloat16,
         exchange: ExpertExchange | None = None,
@@ -58,10 +58,10 @@ class GpuBuilder:
         self.exchange = exchange or LocalExchange(kernels, config.n_routed_experts)
         self.pool_dtype = pool_dtype
 
-    def transformer(self, mtp_tensors: dict[str, torch.Tensor] | None = None) -> GpuTransformer:
+    def transformer(self, mtp_tensors: dict[str, torch.Tensor] | None = None) -> FusedTransformer:
         embedding = self.source.plain("model.embed_tokens.weight").bfloat16()
         tied = self.config.tie_word_embeddings
-        return GpuTransformer(
+        return FusedTransformer(
             self.config,
             kernels=self.kernels,
             embedding=embedding,
@@ -76,22 +76,22 @@ class GpuBuilder:
     def gain(self, name: str) -> torch.Tensor:
         return self.source.plain(name).bfloat16()
 
-    def block(self, layer: int) -> GpuBlock:
+    def block(self, layer: int) -> FusedBlock:
         prefix = f"model.layers.{layer}."
-        return GpuBlock(
+        return FusedBlock(
             attention_norm=self.gain(prefix + "input_layernorm.weight"),
             attention=self.attention(prefix + "self_attn."),
             ffn_norm=self.gain(prefix + "post_attention_layernorm.weight"),
             ffn=self.moe(prefix + "mlp.") if self.config.is_moe_layer(layer) else self.dense(prefix + "mlp."),
         )
 
-    def attention(self, prefix: str) -> GpuAttention:
+    def attention(self, prefix: str) -> FusedAttention:
         config, source, linear = self.config, self.source, self.kernels.linear
         lora = config.q_lora_rank is not None
         first = "q_a_proj.weight" if lora else "q_proj.weight"
         kv_b = source.part("kv_b", [prefix + "kv_b_proj.weight"])
         up_key, up_value = absorbed_halves(kv_b, config)
-        return GpuAttention(
+        return FusedAttention(
             config,
             self.kernels,
             qkv_a=linear(source.part("qkv_a", [prefix + first, prefix + "kv_a_proj_with_mqa.weight"])),
@@ -104,14 +104,14 @@ class GpuBuilder:
             out=linear(source.part("o_proj", [prefix + "o_proj.weight"])),
         )
 
-    def dense(self, prefix: str) -> GpuDense:
-        return GpuDense(Swiglu(self.kernels, *self.ffn_weights("dense ffn", prefix)))
+    def dense(self, prefix: str) -> FusedDense:
+        return FusedDense(Swiglu(self.kernels, *self.ffn_weights("dense ffn", prefix)))
 
     def ffn_weights(self, part: str, prefix: str) -> tuple[Weight, Weight]:
         """gate_up [2 * inner, hidden], down [hidden, inner]."""
         return self.source.part(part, [prefix + name for name in UP]), self.source.part(part, [prefix + DOWN[0]])
 
-    def moe(self, prefix: str) -> GpuMoE:
+    def moe(self, prefix: str) -> FusedMoE:
         config, source, exchange = self.config, self.source, self.exchange
         local = range(exchange.first_expert, exchange.first_expert + exchange.num_local)
         router = source.plain(prefix + "gate.weight")
@@ -131,7 +131,7 @@ class GpuBuilder:
                 gate_up, down = precision.appended(gate_up, its_gate_up), precision.appended(down, its_down)
             else:
                 shared = Swiglu(self.kernels, its_gate_up, its_down)
-        return GpuMoE(
+        return FusedMoE(
             self.kernels,
             gate.Limits(*(getattr(config, name) for name in gate.Limits._fields)),
             router=narrow if torch.equal(narrow.float(), router.float()) else router.float(),
@@ -169,7 +169,7 @@ def absorbed_halves(kv_b: Weight, config: ModelConfig) -> tuple[torch.Tensor, to
 class CheckpointSource:
     """Reads each tensor once, straight to the device; formats as on disk unless `weight_dtype` names a recipe."""
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, weight_dtype: str = ""):
+    def __init__(self, checkpoint: CheckpointFiles, device: torch.device, weight_dtype: str = ""):
         self.checkpoint, self.device = checkpoint, device
         self.recipe = precision.RECIPES[weight_dtype] if weight_dtype else None
         self.formats: dict[str, set[str]] = {}

@@ -14,19 +14,19 @@ from pathlib import Path
 
 import torch
 
-from headrace.model import precision
-from headrace.model.config import ModelConfig
-from headrace.model.deepseek_gpu import GpuTransformer
-from headrace.model.gpu_builder import GpuBuilder
-from headrace.model.gpu_kernels import GpuKernels
-from headrace.model.precision import Weight
-from headrace.model.weight_names import expected_tensors
+from headrace.model.deepseek.config import ModelConfig
+from headrace.model.deepseek.fused import FusedTransformer
+from headrace.model.deepseek.fused_builder import FusedBuilder
+from headrace.model.deepseek.fused_kernels import FusedKernels
+from headrace.model.deepseek.names import expected_tensors
+from headrace.model.weights import precision
+from headrace.model.weights.precision import Weight
 from headrace.parallel.experts import ExpertExchange
 from kernels.formats import fp8, nvfp4
 from kernels.formats.fp8 import Fp8Weight
 from kernels.formats.nvfp4 import Nvfp4Weight
 
-PUBLISHED = {"deepseek-r1": Path(__file__).with_name("deepseek_r1.json")}
+PUBLISHED = {"deepseek-r1": Path(__file__).parents[1] / "deepseek" / "deepseek_r1.json"}
 LARGEST_SIGMAS = 6.0  # of a normal value, beyond which FP8 codes saturate
 MEAN_SQUARE_CODE = sum(value * value for value in nvfp4.MAGNITUDES) / len(nvfp4.MAGNITUDES)
 
@@ -43,21 +43,21 @@ def random_transformer(
     *,
     weight_dtype: str = "fp8",
     kv_dtype: torch.dtype = torch.bfloat16,
-    kernels: GpuKernels | None = None,
+    kernels: FusedKernels | None = None,
     exchange: ExpertExchange | None = None,
     seed: int = 0,
-) -> GpuTransformer:
+) -> FusedTransformer:
     """A model with drawn weights, of the experts only those that `exchange` calls local (None: all of them)."""
-    kernels = kernels or GpuKernels(device)
+    kernels = kernels or FusedKernels(device)
     source = RandomSource(config, device, weight_dtype, seed)
-    made = GpuBuilder(config, source, kernels, pool_dtype=kv_dtype, exchange=exchange).transformer()
+    made = FusedBuilder(config, source, kernels, pool_dtype=kv_dtype, exchange=exchange).transformer()
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # other streams will use it
     return made
 
 
 class RandomSource:
-    """A `gpu_builder.WeightSource` that draws every tensor when it is asked for, in order, from one seed."""
+    """A `fused_builder.WeightSource` that draws every tensor when it is asked for, in order, from one seed."""
 
     def __init__(self, config: ModelConfig, device: torch.device, weight_dtype: str, seed: int = 0):
         self.device, self.recipe = device, precision.RECIPES[weight_dtype]

@@ -1,97 +1,77 @@
-"""From a Hugging Face directory to a model on a device: `load_transformer`, and the CPU model's builder.
+"""From a Hugging Face directory to a model on a device: `load`, and the plain model's builder.
 
-`checkpoint.py` reads and checks the files, `gpu_builder.py` builds the model of accelerators.
+`weights/checkpoint.py` reads and checks the files, `fused_builder.py` builds the model of accelerators.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headrace.errors import ConfigError
-from headrace.model import fast_choice, precision
-from headrace.model.checkpoint import Checkpoint
-from headrace.model.config import ModelConfig
-from headrace.model.deepseek import Attention, Block, DenseFfn, Kernels, MoE, Transformer, why_not_c
-from headrace.model.weight_names import expected_mtp_tensors, expected_tensors
-from headrace.observe import logs
+from headrace.model.base import Candidate, ModelOptions
+from headrace.model.deepseek.config import ModelConfig
+from headrace.model.deepseek.names import expected_mtp_tensors, expected_tensors
+from headrace.model.deepseek.reference import Attention, Block, DenseFfn, Kernels, MoE, Transformer, why_not_c
+from headrace.model.weights import precision
+from headrace.model.weights.checkpoint import CheckpointFiles
 from kernels.experts import gate
 
 if TYPE_CHECKING:
-    from headrace.model.deepseek_gpu import GpuTransformer
-
-log = logs.get(__name__)
+    from headrace.model.deepseek.fused import FusedTransformer
 
 __all__ = ["expected_mtp_tensors", "expected_tensors", "load_transformer"]
 
 KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
-_CHOSEN: dict[str, fast_choice.Choice] = {}
-"""What fast mode took in this process, by config and what was asked for."""
-
-
-def choose_fast(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype | None, family: str | None
-) -> fast_choice.Choice:
-    """dtype and kernels of fast mode on a CPU; None leaves one open. First stands what exact mode computes with. Raises
-    BackendUnavailable for kernels that cannot run here."""
-    key = repr((checkpoint.config, dtype, family, torch.get_num_threads()))
-    if key not in _CHOSEN:
-        candidates = fast_candidates(checkpoint.config, device, dtype, family)
-        made = fast_choice.choose(
-            candidates,
-            lambda x: fast_choice.time_steps(_Builder(checkpoint, device, x.dtype, False, x.family).trial()),
-        )
-        log.info("fast mode chosen", taken=str(made.taken), timed=made.table() or "nothing: one candidate")
-        _CHOSEN[key] = made
-    return _CHOSEN[key]
-
-
 def fast_candidates(
     config: ModelConfig, device: torch.device, dtype: torch.dtype | None, family: str | None
-) -> list[fast_choice.Candidate]:
+) -> list[Candidate]:
     """What fast mode could compute with; first what exact mode does."""
     in_fp32_only = family == "c"
     dtypes = (dtype,) if dtype is not None else (torch.float32,) if in_fp32_only else (torch.float32, torch.bfloat16)
-    return [fast_choice.Candidate(x, family or ("torch" if why_not_c(config, device, x) else "c")) for x in dtypes]
+    return [Candidate(x, family or ("torch" if why_not_c(config, device, x) else "c")) for x in dtypes]
 
 
 def load_transformer(
-    directory: str | Path,
-    *,
-    device: str | torch.device = "cpu",
-    exact: bool,
-    dtype: torch.dtype | None = None,
-    kernels: str | None = None,
-    weight_dtype: str = "",
-    kv_dtype: str = "",
-) -> Transformer | GpuTransformer:
-    """Load an HF-layout DeepSeek-V3 directory: a GpuTransformer on a GPU, a Transformer on a CPU or in exact mode.
+    directory: str | Path, *, device: str | torch.device = "cpu", exact: bool, **options: Any
+) -> Transformer | FusedTransformer:
+    """`load` with its options by name (headrace.model.base.ModelOptions)."""
+    return load(directory, torch.device(device), ModelOptions(exact=exact, **options))
 
-    `dtype` is that of the matrix products; exact mode is fp32 whatever is asked, a GPU computes in bf16 and in the weights' own
-    formats. `kernels`: "c" (cpu.c) or "torch"; in exact mode None is the first that can run. In fast mode on a CPU what is None is
-    chosen by timing one step (`fast_choice.py`).
-    `weight_dtype`: a recipe of `precision.RECIPES`, "" keeps what is on disk. `kv_dtype`: "fp32", "bf16", "fp8", or ""
-    for what the mode uses by itself. Raises CheckpointError for a config or tensors that cannot be served, ConfigError
-    for a format that this device or mode does not have, BackendUnavailable for kernels that cannot run here.
+
+def load(directory: str | Path, device: torch.device, options: ModelOptions) -> Transformer | FusedTransformer:
+    """Load an HF-layout DeepSeek-V3 directory: a FusedTransformer on a GPU, a Transformer on a CPU or in exact mode.
+
+    Exact mode is fp32 whatever dtype is asked, a GPU computes in bf16 and in the weights' own formats. On a CPU a dtype or kernels
+    that are None are the first of `fast_candidates`. Raises CheckpointError for a config or tensors that cannot be served,
+    ConfigError for a format that this device or mode does not have, BackendUnavailable for kernels that cannot run here.
     """
-    device = torch.device(device)
-    on_gpu = device.type != "cpu" and not exact
-    refuse_formats(on_gpu, exact, weight_dtype, kv_dtype)
-    config = ModelConfig.load(directory)
-    checkpoint = Checkpoint(directory, config)
+    on_gpu = device.type != "cpu" and not options.exact
+    refuse_formats(on_gpu, options.exact, options.weight_dtype, options.kv_dtype)
+    checkpoint = CheckpointFiles(directory, ModelConfig.load(directory))
     if on_gpu:
-        return load_gpu_transformer(checkpoint, device, weight_dtype, kv_dtype)
-    if exact:
-        return _Builder(checkpoint, device, torch.float32, exact, kernels, kv_dtype).transformer()
-    chosen = choose_fast(checkpoint, device, dtype, kernels)
-    return _Builder(
-        checkpoint, device, chosen.taken.dtype, exact, chosen.taken.family, kv_dtype, chosen.table()
-    ).transformer()
+        made = load_fused_transformer(checkpoint, device, options.weight_dtype, options.kv_dtype)
+    else:
+        made = _builder(checkpoint, device, options).transformer()
+    chunks = {"dp_tokens": options.moe_dp_chunk_tokens, "activation_tokens": options.moe_activation_chunk_tokens}
+    return made.with_chunks(**chunks) if any(chunks.values()) else made
+
+
+def load_trial(directory: str | Path, device: torch.device, options: ModelOptions) -> Transformer:
+    """The first dense and the first expert layer alone, on a CPU, for timing."""
+    return _builder(CheckpointFiles(directory, ModelConfig.load(directory)), device, options).trial()
+
+
+def _builder(checkpoint: CheckpointFiles, device: torch.device, options: ModelOptions) -> _Builder:
+    if options.exact:
+        return _Builder(checkpoint, device, torch.float32, True, options.kernels, options.kv_dtype)
+    first = fast_candidates(checkpoint.config, device, options.dtype, options.kernels)[0]
+    return _Builder(checkpoint, device, first.dtype, False, first.kernels, options.kv_dtype)
 
 
 def refuse_formats(on_gpu: bool, exact: bool, weight_dtype: str, kv_dtype: str) -> None:
@@ -109,22 +89,22 @@ def refuse_formats(on_gpu: bool, exact: bool, weight_dtype: str, kv_dtype: str) 
         )
 
 
-def load_gpu_transformer(
-    checkpoint: Checkpoint, device: torch.device, weight_dtype: str = "", kv_dtype: str = ""
-) -> GpuTransformer:
+def load_fused_transformer(
+    checkpoint: CheckpointFiles, device: torch.device, weight_dtype: str = "", kv_dtype: str = ""
+) -> FusedTransformer:
     """The GPU model from an open checkpoint; on a CPU with reference kernels, for tests."""
-    from headrace.model.gpu_builder import CheckpointSource, GpuBuilder
-    from headrace.model.gpu_kernels import GpuKernels
+    from headrace.model.deepseek.fused_builder import CheckpointSource, FusedBuilder
+    from headrace.model.deepseek.fused_kernels import FusedKernels
 
     source = CheckpointSource(checkpoint, device, weight_dtype)
-    builder = GpuBuilder(checkpoint.config, source, GpuKernels(device), pool_dtype=KV_DTYPES[kv_dtype or "bf16"])
+    builder = FusedBuilder(checkpoint.config, source, FusedKernels(device), pool_dtype=KV_DTYPES[kv_dtype or "bf16"])
     made = builder.transformer(mtp_tensors(checkpoint))
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # other streams will use it
     return made
 
 
-def mtp_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+def mtp_tensors(checkpoint: CheckpointFiles) -> dict[str, torch.Tensor]:
     """The tensors of the next-token layers, by name, as they are on disk."""
     config = checkpoint.config
     first = config.num_hidden_layers
@@ -138,15 +118,13 @@ class _Builder:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: CheckpointFiles,
         device: torch.device,
         dtype: torch.dtype,
         exact: bool,
         kernels: str | None,
         kv_dtype: str = "",
-        timed: str = "",
     ):
-        self.timed = timed
         self.checkpoint, self.config = checkpoint, checkpoint.config
         self.device, self.dtype, self.exact = device, dtype, exact
         self.pool_dtype = KV_DTYPES[kv_dtype or ("fp32" if exact else "bf16")]
@@ -168,7 +146,7 @@ class _Builder:
         """All layers and the next-token layers' tensors, or only those named."""
         embedding = self.get("model.embed_tokens.weight")
         tied = self.config.tie_word_embeddings
-        made = Transformer(
+        return Transformer(
             self.config,
             device=self.device,
             dtype=self.dtype,
@@ -179,10 +157,9 @@ class _Builder:
             norm=self.get("model.norm.weight"),
             head=self.prepare(embedding if tied else self.get("lm_head.weight")),
             precision=self.precision(),
+            pool_dtype=self.pool_dtype,
             mtp_tensors=mtp_tensors(self.checkpoint) if mtp is None else mtp,
         )
-        made.pool_dtype = self.pool_dtype
-        return made
 
     def block(self, layer: int) -> Block:
         prefix = f"model.layers.{layer}."
@@ -254,7 +231,6 @@ class _Builder:
             ("residual stream", _name(self.dtype)),
             ("KV rows", _name(self.pool_dtype)),
             ("kernels", self.kernels.family),
-            *([("fast mode, timed", self.timed)] if self.timed else []),
         ]
 
 

@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.model import precision
-from headrace.model.checkpoint import Checkpoint
-from headrace.model.config import ModelConfig
-from headrace.model.deepseek import _packed_context_slots
-from headrace.model.deepseek_gpu import DecodeInputs, GpuTransformer, packed_context_slots
-from headrace.model.gpu_builder import CheckpointSource, GpuBuilder
-from headrace.model.gpu_kernels import GpuKernels
-from headrace.model.gpu_layers import GpuMoE
-from headrace.model.gpu_linear import ByRows, PreparedLinear, Rows
-from headrace.model.random_checkpoint import write_random_checkpoint
-from headrace.model.weights import load_gpu_transformer, load_transformer
+from headrace.model.base import DecodeInputs
+from headrace.model.deepseek.config import ModelConfig
+from headrace.model.deepseek.fused import FusedTransformer, packed_context_slots
+from headrace.model.deepseek.fused_builder import CheckpointSource, FusedBuilder
+from headrace.model.deepseek.fused_kernels import FusedKernels
+from headrace.model.deepseek.fused_layers import FusedMoE
+from headrace.model.deepseek.fused_linear import ByRows, PreparedLinear, Rows
+from headrace.model.deepseek.loading import load_fused_transformer, load_transformer
+from headrace.model.deepseek.reference import _packed_context_slots
+from headrace.model.weights import precision
+from headrace.model.weights.checkpoint import CheckpointFiles
+from headrace.model.weights.random_checkpoint import write_random_checkpoint
 from headrace.parallel.experts import LocalExchange
 from kernels.formats.fp8 import Fp8Weight
 from kernels.linear import grouped_linear
@@ -42,12 +43,12 @@ def all_chosen(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(directory) -> GpuTransformer:
+def model(directory) -> FusedTransformer:
     return loaded(directory)
 
 
-def loaded(directory: Path, weight_dtype: str = "", kv_dtype: str = "") -> GpuTransformer:
-    return load_gpu_transformer(Checkpoint(directory, ModelConfig.load(directory)), CPU, weight_dtype, kv_dtype)
+def loaded(directory: Path, weight_dtype: str = "", kv_dtype: str = "") -> FusedTransformer:
+    return load_fused_transformer(CheckpointFiles(directory, ModelConfig.load(directory)), CPU, weight_dtype, kv_dtype)
 
 
 def prefill_then_decode(model) -> torch.Tensor:
@@ -79,7 +80,7 @@ def test_logits_are_those_of_the_cpu_model_to_bf16(directory, model):
 def test_a_recipe_computes_what_its_own_weights_say(all_chosen, recipe, kv_dtype, bound):
     """The oracle is the same model over the dequantised weights in bf16: what is left is the rounding of activations."""
     served = loaded(all_chosen, recipe, kv_dtype)
-    twin = GpuBuilder(served.config, Dequantised(all_chosen, recipe), GpuKernels(CPU)).transformer()
+    twin = FusedBuilder(served.config, Dequantised(all_chosen, recipe), FusedKernels(CPU)).transformer()
     difference = relative(prefill_then_decode(served), prefill_then_decode(twin))
     assert difference.max() < bound, difference
     formats = dict(served.precision_table())
@@ -91,7 +92,7 @@ class Dequantised(CheckpointSource):
     """A checkpoint through a recipe and back to bf16."""
 
     def __init__(self, directory: Path, recipe: str):
-        super().__init__(Checkpoint(directory, ModelConfig.load(directory)), CPU, recipe)
+        super().__init__(CheckpointFiles(directory, ModelConfig.load(directory)), CPU, recipe)
 
     def part(self, part, names):
         return precision.converted(super().part(part, names), "bf16")
@@ -120,13 +121,14 @@ def test_prefill_behind_a_cached_prefix_equals_prefill_of_the_whole(model):
 class LastTokens:
     """A model asked for the logits of each sequence's last token only, as the engine's runner does; zeros elsewhere."""
 
-    def __init__(self, model: GpuTransformer):
-        self.model, self.config, self.device, self.pool_dtype = model, model.config, model.device, model.pool_dtype
+    def __init__(self, model: FusedTransformer):
+        self.model, self.device, self.pool_dtype = model, model.device, model.pool_dtype
+        self.vocab_size, self.kv_regions = model.vocab_size, model.kv_regions
 
     def forward(self, batch, pool, **options):
         ends = torch.tensor(batch.query_starts[1:]) - 1
         batch.logit_indices, batch.last_token_logits = ends, True
-        full = torch.zeros(batch.query_starts[-1], self.config.vocab_size)
+        full = torch.zeros(batch.query_starts[-1], self.vocab_size)
         full[ends] = self.model.forward(batch, pool, **options)
         return full
 
@@ -135,7 +137,7 @@ def test_only_last_tokens_are_computed_when_only_they_are_asked_for(model, monke
     work = [("a", PROMPT), ("b", NEXT)]
     every = Driver(model, num_blocks=32).run(work, "prefill")
     seen = []
-    monkeypatch.setattr(GpuMoE, "prefill", lambda self, rows: seen.append(rows.num_tokens) or self.decode(rows))
+    monkeypatch.setattr(FusedMoE, "prefill", lambda self, rows: seen.append(rows.num_tokens) or self.decode(rows))
     last = Driver(LastTokens(model), num_blocks=32).run(work, "prefill")
     for name in ("a", "b"):
         assert relative(last[name][-1:], every[name][-1:]).max() < 0.01
@@ -168,9 +170,9 @@ def test_a_prefill_runs_each_plan_before_it_makes_the_next(model, monkeypatch):
 def test_moe_chunks_change_no_result(directory, recipe, dp, activation):
     chunked = loaded(directory, recipe)
     whole = Driver(chunked, num_blocks=32).run([("a", PROMPT)], "prefill")["a"]
-    chunked.moe_dp_chunk_tokens, chunked.moe_activation_chunk_tokens = dp, activation
-    assert (chunked.moe_dp_chunk_tokens, chunked.moe_activation_chunk_tokens) == (dp, activation)
-    got = Driver(chunked, num_blocks=32).run([("a", PROMPT)], "prefill")["a"]
+    got = Driver(chunked.with_chunks(dp_tokens=dp, activation_tokens=activation), num_blocks=32).run(
+        [("a", PROMPT)], "prefill"
+    )["a"]
     assert relative(got, whole).median() < 0.003
 
 
@@ -233,12 +235,12 @@ def test_the_shared_expert_may_be_one_more_expert(directory, recipe, bound):
     assert (merged.decode(rows).float() - expected).abs().max() <= bound * expected.abs().max()
 
 
-def layer_of(directory: Path, recipe: str = "", *, takes_own: bool = False, **share) -> GpuMoE:
-    config, kernels = ModelConfig.load(directory), GpuKernels(CPU)
+def layer_of(directory: Path, recipe: str = "", *, takes_own: bool = False, **share) -> FusedMoE:
+    config, kernels = ModelConfig.load(directory), FusedKernels(CPU)
     exchange = LocalExchange(kernels, config.n_routed_experts, **share)
     exchange.takes_own = exchange.takes_own and takes_own
-    source = CheckpointSource(Checkpoint(directory, config), CPU, recipe)
-    return GpuBuilder(config, source, kernels, exchange=exchange).moe("model.layers.1.mlp.")
+    source = CheckpointSource(CheckpointFiles(directory, config), CPU, recipe)
+    return FusedBuilder(config, source, kernels, exchange=exchange).moe("model.layers.1.mlp.")
 
 
 def test_fp8_and_nvfp4_weights_stay_in_their_codes(directory):
@@ -293,8 +295,8 @@ def test_sizes_that_hoppers_grouped_kernel_does_not_take_go_to_another(sizes, fi
     def hopper(rows, weight, starts):
         raise AssertionError("not on this host")
 
-    def kernels(wanted: dict[str, str]) -> GpuKernels:
-        made = GpuKernels(CPU, wanted)
+    def kernels(wanted: dict[str, str]) -> FusedKernels:
+        made = FusedKernels(CPU, wanted)
         made.grouped_fp8, made.chosen["grouped_fp8"] = hopper, "cuda"  # as on a Hopper GPU
         return made
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from headrace.model.config import ModelConfig, RopeScaling, yarn_mscale
+from headrace.model.deepseek.config import ModelConfig, RopeScaling, yarn_mscale
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.model.config import ModelConfig
+from headrace.model.deepseek.config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,22 @@ from __future__ import annotations
 import torch
 
 from headrace.cache.latent import LatentPool
-from headrace.model.deepseek import ROW_MULTIPLE, ForwardBatch, Transformer
+from headrace.engine.steps.replayed import RecordedSteps
+from headrace.model.base import ForwardBatch, Model, Phase, Stepping
 from kernels.attention.mla_decode import KEY_CHUNK
 
 PROMPT_LEN = KEY_CHUNK + 11
 BLOCK_SIZE = 16
-SHORT_LENS = (1, 5, 2 * ROW_MULTIPLE + 3, KEY_CHUNK - 1)
+SHORT_LENS = (
+    1,
+    5,
+    35,
+    KEY_CHUNK - 1,
+)  # 35: two multiples of the 16 rows that torch's products are padded to, and three
 DECODE_STEPS = 6
 
 
-def exact_self_test(model: Transformer) -> str | None:
+def exact_self_test(model: Model) -> str | None:
     """None when the same request gives the same bits alone, in a crowd and token by token; else one sentence."""
     if not model.exact:
         return "the model was not loaded in exact mode"
@@ -44,10 +50,11 @@ def _sentence(what: str) -> str:
 class _Trial:
     """Prefixes of one random text, in a pool of their own."""
 
-    def __init__(self, model: Transformer):
+    def __init__(self, model: Model):
         self.model = model
+        self.recorded = RecordedSteps(model) if model.stepping is Stepping.REPLAYED else None
         draw = torch.Generator().manual_seed(0)
-        self.text = torch.randint(model.config.vocab_size, (PROMPT_LEN,), generator=draw).to(model.device)
+        self.text = torch.randint(model.vocab_size, (PROMPT_LEN,), generator=draw).to(model.device)
         self.lengths = torch.empty(0, dtype=torch.int64)
 
     def prefill(self, lengths: list[int], *, seed: int) -> list[torch.Tensor]:
@@ -56,10 +63,8 @@ class _Trial:
         per_sequence = -(-PROMPT_LEN // BLOCK_SIZE)
         shuffled = torch.randperm(len(lengths) * per_sequence, generator=torch.Generator().manual_seed(seed))
         self.tables = shuffled.view(len(lengths), per_sequence)
-        config, model = self.model.config, self.model
-        self.pool = LatentPool(
-            config.num_hidden_layers, len(shuffled), BLOCK_SIZE, config.row_dim, torch.float32, model.device
-        )
+        (region,), device = self.model.kv_regions, self.model.device
+        self.pool = LatentPool(region.num_layers, len(shuffled), BLOCK_SIZE, region.row_width, torch.float32, device)
         positions = torch.cat([torch.arange(length) for length in lengths])
         owners = torch.arange(len(lengths)).repeat_interleave(self.lengths)
         starts = [0, *self.lengths.cumsum(0).tolist()]
@@ -71,7 +76,7 @@ class _Trial:
         self.lengths = self.lengths + 1
         return self._forward(positions, owners, list(range(len(owners) + 1)), "decode")
 
-    def _forward(self, positions: torch.Tensor, owners: torch.Tensor, starts: list[int], phase: str) -> torch.Tensor:
+    def _forward(self, positions: torch.Tensor, owners: torch.Tensor, starts: list[int], phase: Phase) -> torch.Tensor:
         device = self.model.device
         slots = self.tables[owners, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
         batch = ForwardBatch(
@@ -83,4 +88,6 @@ class _Trial:
             context_lens=self.lengths.tolist(),
             logit_indices=torch.arange(len(positions), device=device),
         )
+        if phase == "decode" and self.recorded is not None:  # as the engine steps
+            return self.recorded.logits(batch, self.pool)
         return self.model.forward(batch, self.pool, phase=phase)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from headrace.model.gpu_linear import (
+from headrace.model.deepseek.fused_linear import (
     FP8,
     PLAIN,
     ByRows,
@@ -23,7 +23,7 @@ from headrace.model.gpu_linear import (
     Rows,
     needs,
 )
-from headrace.model.precision import Weight, format_of
+from headrace.model.weights.precision import Weight, format_of
 from kernels.attention import concat_mla_k, latent_store, mla_decode, mla_prefill, rope_quantize
 from kernels.experts import expert_dispatch, gate
 from kernels.formats import fp8
@@ -57,7 +57,7 @@ CUBLAS_ROWS = 192
 64 rows and 53 at 256, our own kernel 37 and 74."""
 
 
-class GpuKernels:
+class FusedKernels:
     """One callable or object an op, as attributes named by OPS. `chosen`: op -> name of its back end."""
 
     def __init__(self, device: torch.device, wanted: Mapping[str, str] | None = None):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from headrace.engine.sampler import Drawn, Uncounted
 from headrace.engine.sampling_table import SamplingTable
 from headrace.engine.step import StepPlan
 from headrace.errors import InternalError
-from headrace.model.deepseek_gpu import DecodeInputs
+from headrace.model.base import DecodeInputs, GraphModel
 from headrace.observe import logs
 
 log = logs.get(__name__)
@@ -37,19 +36,6 @@ _LONGS = ("token_ids", "sources", "positions", "slots", "rows", "keys")
 _INTS = ("context_lens", "top_k")
 _FLOATS = ("temperature", "top_p", "min_p")
 _PADDING = {"sources": -1, "slots": -1, "context_lens": 1, "top_p": 1.0}
-
-
-class DecodeModel(Protocol):
-    """What a transformer needs for this; see headrace.model.deepseek_gpu.GpuTransformer."""
-
-    device: torch.device
-
-    @property
-    def graph_safe(self) -> bool: ...
-
-    def plan_decode(self, inputs: DecodeInputs, pool: LatentPool, context_lens_host: np.ndarray | None) -> None: ...
-
-    def decode(self, inputs: DecodeInputs, pool: LatentPool) -> torch.Tensor: ...
 
 
 def sizes_up_to(max_batch_size: int, wanted: Sequence[int] = ()) -> tuple[int, ...]:
@@ -99,16 +85,18 @@ def _views(packed: torch.Tensor, size: int) -> dict[str, torch.Tensor]:
 
 
 class DecodeGraphs:
-    """Runs decode steps for a Runner (`runner.Steps`).
+    """Runs decode steps for a Runner (`runner.Steps`); a penalised sample's newest token is counted on the device.
 
     sizes        ascending batch sizes; the last is the largest step
     max_blocks   width of the block tables, one for all steps
     capture      False: the same buffers, but the model runs kernel by kernel
     """
 
+    counts_on_host = False
+
     def __init__(
         self,
-        transformer: DecodeModel,
+        transformer: GraphModel,
         pool: LatentPool,
         sampler: DeviceSampler,
         *,

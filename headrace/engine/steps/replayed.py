@@ -13,18 +13,18 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.cache.latent import LatentPool
+from headrace.engine.sampler import Sampler
+from headrace.engine.steps.plain import PlainSteps
+from headrace.model.base import ForwardBatch, ReplayableModel
 from kernels.attention import latent_store
 from kernels.attention.mla_decode import PagedPlan
 from kernels.toolchain import cpu_library
-
-if TYPE_CHECKING:
-    from headrace.model.deepseek import ForwardBatch, Transformer
 
 PROGRAMS = 256
 """Recorded sizes kept, a few dozen KB each; the one unused for longest goes."""
@@ -84,9 +84,9 @@ class _NoTorch(TorchDispatchMode):
 class _Program:
     """The step of one batch size: its inputs' buffers, and its calls."""
 
-    def __init__(self, model: Transformer, pool: LatentPool, size: int, width: int, arena: Arena):
-        half = model.config.qk_rope_head_dim // 2
-        self.x = torch.zeros(size, model.config.hidden_size)
+    def __init__(self, model: ReplayableModel, pool: LatentPool, size: int, width: int, arena: Arena):
+        half = model.rope_tables[0].shape[-1]
+        self.x = torch.zeros(size, model.embedding.shape[-1])
         self.cos, self.sin = torch.zeros(size, half), torch.zeros(size, half)
         self.slots = torch.full((size,), -1, dtype=torch.int64)
         self.tables = torch.zeros(size, width, dtype=torch.int32)
@@ -104,7 +104,7 @@ class _Program:
         self.replay = cpu_library.Replay(calls)
         self._memory = tuple(arena.buffers)
 
-    def load(self, model: Transformer, batch: ForwardBatch) -> None:
+    def load(self, model: ReplayableModel, batch: ForwardBatch) -> None:
         """Puts a batch where the calls look for it."""
         torch.index_select(model.embedding, 0, batch.token_ids, out=self.x)
         cos, sin = model.rope_tables
@@ -118,7 +118,7 @@ class _Program:
 class RecordedSteps:
     """Decode steps of one model, one new token a sequence. One thread uses it."""
 
-    def __init__(self, model: Transformer):
+    def __init__(self, model: ReplayableModel):
         self._model = model
         self._arena = Arena()
         self._programs: OrderedDict[tuple, _Program] = OrderedDict()
@@ -139,6 +139,13 @@ class RecordedSteps:
                 return program.x
         return None
 
+    def logits(self, batch: ForwardBatch, pool: LatentPool) -> torch.Tensor:
+        """[num_logits, vocab] fp32 of a decode step; what cannot be replayed runs op by op. The bits are the same."""
+        x = self.run(batch, pool)
+        if x is None:
+            return self._model.forward(batch, pool, phase="decode")
+        return self._model.logits(x.index_select(0, batch.logit_indices))
+
     def _forget_other_kernels(self) -> None:
         """What was recorded holds for the kernels that it was recorded with."""
         kernels = tuple(vars(self._model.kernels).values())
@@ -150,8 +157,7 @@ class RecordedSteps:
         """That of `size` sequences with tables of up to `num_blocks`; recorded now if it is not there yet."""
         model, rows = self._model, pool.rows
         width = max(8, 1 << (num_blocks - 1).bit_length())
-        knobs = model.moe_dp_chunk_tokens, model.moe_activation_chunk_tokens, torch.get_num_threads()
-        key = (size, width, *knobs, rows.data_ptr(), rows.shape, rows.dtype)
+        key = (size, width, torch.get_num_threads(), rows.data_ptr(), rows.shape, rows.dtype)
         if key in self._programs:
             self._programs.move_to_end(key)
             return self._programs[key]
@@ -163,3 +169,15 @@ class RecordedSteps:
         if len(self._programs) > PROGRAMS:
             self._programs.popitem(last=False)
         return self._programs[key]
+
+
+class ReplayedSteps(PlainSteps):
+    """Decode steps through `RecordedSteps`."""
+
+    def __init__(self, model: ReplayableModel, pool: LatentPool, sampler: Sampler):
+        super().__init__(model, pool, sampler)
+        self.recorded = RecordedSteps(model)
+
+    def logits(self, batch: ForwardBatch) -> torch.Tensor:
+        """As PlainSteps."""
+        return self.recorded.logits(batch, self.pool)

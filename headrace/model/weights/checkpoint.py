@@ -15,10 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from headrace.errors import CheckpointError
-from headrace.model.config import ModelConfig
-from headrace.model.precision import Weight, format_of, widened
-from headrace.model.quantisation import NVFP4_GROUP
-from headrace.model.weight_names import Wanted, expected_mtp_tensors, expected_tensors
+from headrace.model.deepseek.config import ModelConfig
+from headrace.model.deepseek.names import Wanted, expected_mtp_tensors, expected_tensors
+from headrace.model.weights.precision import Weight, format_of, widened
+from headrace.model.weights.quantisation import NVFP4_GROUP
 from kernels.formats import fp8
 from kernels.formats.fp8 import Fp8Weight
 from kernels.formats.nvfp4 import Nvfp4Weight
@@ -32,7 +32,7 @@ SCALE = "_scale_inv"
 IGNORED = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")  # KV scales: our rows have a scale of 1
 
 
-class Checkpoint:
+class CheckpointFiles:
     """An open directory. `weight` answers what is on disk, `get` its values."""
 
     def __init__(self, directory: str | Path, config: ModelConfig):

@@ -1,20 +1,25 @@
 """What fast mode computes with on a CPU: one real step of the loaded checkpoint decides, not the kind of processor.
 
-A trial is a transformer of the checkpoint's first dense and first expert layer (with its embedding and head) over the
-candidate's dtype and kernels; it decodes and prefills a few batches on one thread. The candidate that computes as exact mode
-does (fp32, our C kernels where they build) stays unless another is faster in every phase: fast mode is never slower than exact.
+A trial is a model of a few of the checkpoint's layers (`Family.trial`) over the candidate's dtype and kernels; it decodes, replayed
+where the engine would replay, and prefills a few batches on one thread. The candidate that computes as exact mode does (fp32, our C
+kernels where they build) stays unless another is faster in every phase: fast mode is never slower than exact.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from headrace.cache.latent import LatentPool
-from headrace.model.deepseek import ForwardBatch, Phase, Transformer
+from headrace.engine.steps.replayed import RecordedSteps
+from headrace.model.base import Candidate, Family, ForwardBatch, Model, ModelOptions, Phase, Stepping
+from headrace.observe import logs
+
+log = logs.get(__name__)
 
 PHASES: Mapping[str, tuple[Phase, int]] = {
     "decode of 1": ("decode", 1),
@@ -31,19 +36,11 @@ _BLOCK_SIZE = 16
 _CONTEXT = 65
 """Rows a decoding sample attends to."""
 
+_CHOSEN: dict[str, Choice] = {}
+"""What fast mode took in this process, by checkpoint, what was asked for and threads."""
+
 Seconds = Mapping[str, float]
 """Seconds of the fastest repeat by phase."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """dtype of the matrix products, and the kernels: `c` (cpu.c) or `torch`."""
-
-    dtype: torch.dtype
-    family: str
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.').replace('float32', 'fp32').replace('bfloat16', 'bf16')} {self.family}"
 
 
 @dataclass(frozen=True)
@@ -73,8 +70,22 @@ def choose(candidates: Sequence[Candidate], measure: Callable[[Candidate], Secon
     return Choice(min(better, key=lambda x: sum(seconds[x].values()), default=candidates[0]), seconds)
 
 
+def chosen(family: Family, directory: Path, device: torch.device, options: ModelOptions) -> ModelOptions:
+    """The options with dtype and kernels filled in for fast mode on a CPU; timed once a process. Raises BackendUnavailable."""
+    key = repr((directory.absolute(), device, options, torch.get_num_threads()))
+    if key not in _CHOSEN:
+
+        def measure(one: Candidate) -> Seconds:
+            return time_steps(family.trial(directory, device, replace(options, dtype=one.dtype, kernels=one.kernels)))
+
+        made = _CHOSEN[key] = choose(family.candidates(directory, device, options), measure)
+        log.info("fast mode chosen", taken=str(made.taken), timed=made.table() or "nothing: one candidate")
+    taken = _CHOSEN[key].taken
+    return replace(options, dtype=taken.dtype, kernels=taken.kernels)
+
+
 @torch.no_grad()
-def time_steps(model: Transformer) -> dict[str, float]:
+def time_steps(model: Model) -> dict[str, float]:
     """Seconds of the fastest repeat of each phase, on one thread: on a busy host two threads wait for each other, and then time
     says nothing about the format."""
     threads = torch.get_num_threads()
@@ -85,25 +96,34 @@ def time_steps(model: Transformer) -> dict[str, float]:
         torch.set_num_threads(threads)
 
 
-def _fastest(model: Transformer, phase: Phase, count: int) -> float:
+def _fastest(model: Model, phase: Phase, count: int) -> float:
     batch, pool = _batch(model, phase, count)
-    model.forward(batch, pool, phase=phase)  # packs, allocates, records
+    recorded = RecordedSteps(model) if model.stepping is Stepping.REPLAYED and phase == "decode" else None
+
+    def step() -> None:
+        if recorded is not None:
+            recorded.logits(batch, pool)
+        else:
+            model.forward(batch, pool, phase=phase)
+
+    step()  # packs, allocates, records
     times: list[float] = []
     while len(times) < REPEATS and sum(times) < PHASE_LIMIT_S:
         began = time.perf_counter()
-        model.forward(batch, pool, phase=phase)
+        step()
         times.append(time.perf_counter() - began)
     return min(times)
 
 
-def _batch(model: Transformer, phase: Phase, count: int) -> tuple[ForwardBatch, LatentPool]:
+def _batch(model: Model, phase: Phase, count: int) -> tuple[ForwardBatch, LatentPool]:
     """`count` samples with one new token each, or one prompt of `count` tokens, over a pool of their own."""
-    longest = model.config.max_position_embeddings
+    longest = model.max_context_tokens
     count = min(count, longest) if phase == "prefill" else count
     sequences, context = (1, count) if phase == "prefill" else (count, min(_CONTEXT, longest))
     blocks = -(-context // _BLOCK_SIZE)
+    region = model.kv_regions[0]
     pool = LatentPool(
-        len(model.blocks), sequences * blocks, _BLOCK_SIZE, model.config.row_dim, model.pool_dtype, model.device
+        region.num_layers, sequences * blocks, _BLOCK_SIZE, region.row_width, model.pool_dtype, model.device
     )
     tables = torch.arange(sequences * blocks, dtype=torch.int32).view(sequences, blocks)
     if phase == "prefill":
@@ -113,7 +133,7 @@ def _batch(model: Transformer, phase: Phase, count: int) -> tuple[ForwardBatch, 
         slots = tables[:, -1].long() * _BLOCK_SIZE + (context - 1) % _BLOCK_SIZE
         starts = list(range(count + 1))
     batch = ForwardBatch(
-        token_ids=(torch.arange(count) * 37) % model.config.vocab_size,
+        token_ids=(torch.arange(count) * 37) % model.vocab_size,
         positions=positions,
         slots=slots,
         block_tables=tables,

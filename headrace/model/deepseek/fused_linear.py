@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from headrace.model.precision import Weight
+from headrace.model.weights.precision import Weight
 from kernels.formats.fp8 import Fp8Rows
 
 PLAIN, FP8 = "plain", "fp8"

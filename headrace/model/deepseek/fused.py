@@ -7,59 +7,41 @@ static shapes, so that it can be captured into a graph; `forward` serves the cal
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from headrace.cache.latent import LatentPool
-from headrace.model import rope as rope_angles
-from headrace.model.config import ModelConfig
-from headrace.model.deepseek import ForwardBatch, Phase
-from headrace.model.gpu_kernels import GpuKernels
-from headrace.model.gpu_layers import DecodeStep, GpuBlock, GpuMoE, PrefillStep
-from headrace.model.gpu_linear import PLAIN
+from headrace.model.base import DecodeInputs, ForwardBatch, KvRegion, Phase, Stepping
+from headrace.model.deepseek import rope as rope_angles
+from headrace.model.deepseek.config import ModelConfig
+from headrace.model.deepseek.fused_kernels import FusedKernels
+from headrace.model.deepseek.fused_layers import DecodeStep, FusedBlock, FusedMoE, PrefillStep
+from headrace.model.deepseek.fused_linear import PLAIN
 from headrace.model.upload import upload
 from kernels.attention import latent_store
 
 SMALLEST_OPENED = 8  # decode attention is opened for powers of two from here on: sequences, and blocks of each
 
 
-@dataclass
-class DecodeInputs:
-    """One new token of each sequence; everything on the device, shapes static.
-
-    token_ids, positions  [b] int64
-    slots                 [b] int64, where the new rows go; -1 is a padding sequence
-    block_tables          [b, max_blocks] int32; entries past a context may be 0
-    context_lens          [b] int32, rows to attend to, the new one included; at least 1, also for padding
-    """
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    block_tables: torch.Tensor
-    context_lens: torch.Tensor
-
-
-class GpuTransformer:
-    """A loaded model on an accelerator (or, for tests, on a CPU with the reference kernels). One engine thread calls it.
-
-    config, device, dtype (bf16), exact (never); pool_dtype: what a LatentPool for it should hold.
-    """
+class FusedTransformer:
+    """A loaded model on an accelerator (or, for tests, on a CPU with the reference kernels): headrace.model.base.GraphModel."""
 
     exact = False
     dtype = torch.bfloat16
+    stepping = Stepping.GRAPHS
 
     def __init__(
         self,
         config: ModelConfig,
         *,
-        kernels: GpuKernels,
+        kernels: FusedKernels,
         embedding: torch.Tensor,
-        blocks: list[GpuBlock],
+        blocks: list[FusedBlock],
         norm: torch.Tensor,
         head: torch.Tensor,
         precision: list[tuple[str, str]],
@@ -69,6 +51,8 @@ class GpuTransformer:
         self.config, self.kernels, self.device = config, kernels, embedding.device
         self.embedding, self.blocks, self.norm, self.head = embedding, blocks, norm, head
         self.pool_dtype = pool_dtype
+        self.vocab_size, self.max_context_tokens = config.vocab_size, config.max_position_embeddings
+        self.kv_regions = (KvRegion("latent", len(blocks), config.row_dim),)
         self.mtp_tensors = mtp_tensors or {}
         self._precision = precision
         self._cos, self._sin = rope_angles.tables(config, self.device)
@@ -80,28 +64,22 @@ class GpuTransformer:
         """(part, dtype) as decided at load, then (op, back end) as chosen."""
         return [*self._precision, *((f"kernel {op}", name) for op, name in self.kernels.chosen.items())]
 
-    @property
-    def moe_dp_chunk_tokens(self) -> int:
-        """Tokens that go through a MoE layer at a time in prefill; 0 is all. Never changes the result."""
-        return next((ffn.dp_chunk_tokens for ffn in self._moe_layers()), 0)
+    def with_chunks(self, *, dp_tokens: int = 0, activation_tokens: int = 0) -> FusedTransformer:
+        """The same weights with other bounds on the tokens that go through a MoE layer, and through its experts, at a time in
+        prefill; 0 is all. Never changes a result."""
+        made = copy.copy(self)
+        chunks = {"dp_chunk_tokens": dp_tokens, "activation_chunk_tokens": activation_tokens}
+        made.blocks = [
+            replace(block, ffn=replace(block.ffn, **chunks)) if isinstance(block.ffn, FusedMoE) else block
+            for block in self.blocks
+        ]
+        return made
 
-    @moe_dp_chunk_tokens.setter
-    def moe_dp_chunk_tokens(self, tokens: int) -> None:
-        for ffn in self._moe_layers():
-            ffn.dp_chunk_tokens = tokens
-
-    @property
-    def moe_activation_chunk_tokens(self) -> int:
-        """Tokens whose expert activations are held at a time in prefill; 0 is all. Never changes the result."""
-        return next((ffn.activation_chunk_tokens for ffn in self._moe_layers()), 0)
-
-    @moe_activation_chunk_tokens.setter
-    def moe_activation_chunk_tokens(self, tokens: int) -> None:
-        for ffn in self._moe_layers():
-            ffn.activation_chunk_tokens = tokens
-
-    def _moe_layers(self) -> list[GpuMoE]:
-        return [block.ffn for block in self.blocks if isinstance(block.ffn, GpuMoE)]
+    def with_pool_dtype(self, dtype: torch.dtype) -> FusedTransformer:
+        """The same weights for a pool of another dtype."""
+        made = copy.copy(self)
+        made.pool_dtype = dtype
+        return made
 
     # --- decode ---
 
