@@ -43,7 +43,7 @@ DOORS = {
     "triton": ("kernels/*/*.py",),
     "mooncake": ("headrace/transfer/mooncake.py", "headrace/transfer/store.py"),
     "redis": ("headrace/process/registry.py", "services/kvstore/redis_index.py"),
-    "opentelemetry": ("headrace/observe/telemetry.py",),
+    "opentelemetry": ("headrace/observe/telemetry.py", "headrace/observe/ring.py"),
     "headrace.v1": ("headrace/rpc.py", "headrace/client.py", "headrace/wire.py", "services/*/server.py"),
 }
 # Rust: in no file of the control plane, which imports what it needs from these alone.

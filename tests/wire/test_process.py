@@ -19,7 +19,7 @@ from headrace.errors import ConfigError, Unavailable
 from headrace.launch import sockets
 from headrace.launch.children import start_child, stop_child, wait_ready
 from headrace.launch.redis_server import BundledRedis
-from headrace.observe import telemetry
+from headrace.observe import ring
 from headrace.process.start import parse, run_service
 from services.kvstore import __main__ as kvstore
 
@@ -157,4 +157,4 @@ def test_spans_of_a_stopped_process_are_on_disk(tmp_path):
         f"run_service('router', main, ['--set', 'mesh.run_directory={tmp_path}'])"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=30, check=False).returncode == 0
-    assert [span.name for span in telemetry.read_ring(tmp_path / "traces")] == ["router.generate"]
+    assert [span.name for span in ring.read_ring(tmp_path / "traces")] == ["router.generate"]
