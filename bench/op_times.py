@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from bench.kernels.harness import Ceilings
-from bench.roofline import Op
 from headrace.model.deepseek.fused import FusedTransformer
 from headrace.model.deepseek.fused_linear import ByRows, ExpertSwiglu, PlainLinear, PreparedLinear, Swiglu
+from headrace.planning.ceilings import Ceilings
+from headrace.planning.roofline import Op
 
 MARKER = "spin_kernel"  # what torch.cuda._sleep launches
 LABELS: dict[str, tuple[str, ...]] = {

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import op_times, roofline
+from bench import op_times
 from bench.drawn import DrawnExchange
-from bench.kernels.harness import Ceilings, measure_ceilings
+from bench.kernels.harness import measure_ceilings
 from bench.kernels.suite import host
 from headrace.config import EngineConfig
 from headrace.engine.decode import DecodeBatcher
@@ -33,6 +33,8 @@ from headrace.errors import ConfigError
 from headrace.model.base import DecodeInputs
 from headrace.model.deepseek.fused_kernels import FusedKernels
 from headrace.model.weights.random_weights import PUBLISHED, published_config, random_transformer
+from headrace.planning import roofline
+from headrace.planning.ceilings import Ceilings
 from headrace.protocol import SamplingParams
 
 BLOCK_SIZE = 64

@@ -24,7 +24,15 @@ ORDER = (
         "headrace.observe",
     ),
     *("headrace.wire", "headrace.text", "headrace.cache", "headrace.parallel", "headrace.transfer", "headrace.model"),
-    *("headrace.engine", "headrace.rpc", "headrace.client", "headrace.launch", "headrace.process", "headrace.evals"),
+    *(
+        "headrace.engine",
+        "headrace.planning",
+        "headrace.rpc",
+        "headrace.client",
+        "headrace.launch",
+        "headrace.process",
+        "headrace.evals",
+    ),
     *("services.kvstore", "services.router", "services.prefill", "services.decode", "services.aggregated"),
     *("training", "bench", "headrace.cli"),
 )

@@ -13,7 +13,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from bench.kernels.harness import Candidate, Ceilings, Row, relative_error, rows_of
+from bench.kernels.harness import Candidate, Row, relative_error, rows_of
+from headrace.planning.ceilings import Ceilings
 from kernels.attention import mla_decode, mla_prefill
 
 HEADS, LATENT, ROPE, BLOCK = 128, 512, 64, 64

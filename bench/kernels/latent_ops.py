@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from bench.kernels.harness import Candidate, Ceilings, Row, measure_ceilings, relative_error, rows_of, sets_for
+from bench.kernels.harness import Candidate, Row, measure_ceilings, relative_error, rows_of, sets_for
+from headrace.planning.ceilings import Ceilings
 from kernels.attention import concat_mla_k, latent_store, rope, rope_quantize
 from kernels.rows import sampling
 

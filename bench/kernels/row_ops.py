@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from bench.kernels.harness import Candidate, Ceilings, Row, measure_ceilings, relative_error, rows_of, sets_for
+from bench.kernels.harness import Candidate, Row, measure_ceilings, relative_error, rows_of, sets_for
+from headrace.planning.ceilings import Ceilings
 from kernels.experts import expert_dispatch, gate
 from kernels.formats import fp8
 from kernels.rows import block_checksum, rms_norm, silu_mul

@@ -7,10 +7,11 @@ import torch
 
 from bench import op_times
 from bench.drawn import DrawnExchange
-from bench.kernels.harness import Ceilings, relative_error, sets_for
-from bench.roofline import Op, Share, step_ops, total_us
+from bench.kernels.harness import relative_error, sets_for
 from headrace.model.deepseek.fused_kernels import FusedKernels
 from headrace.model.weights.random_weights import published_config
+from headrace.planning.ceilings import Ceilings
+from headrace.planning.roofline import Op, Share, step_ops, total_us
 from kernels.linear import grouped_linear
 
 CEILINGS = Ceilings(copy_gb_s=4000.0, bf16_tflops=800.0, fp8_tflops=1000.0)

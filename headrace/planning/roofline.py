@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.kernels.harness import Ceilings
 from headrace.model.deepseek.config import ModelConfig
+from headrace.planning.ceilings import Ceilings
 
 BF16, FP8, FP32 = 2.0, 1.0 + 4 / 128, 4.0
 """Bytes an element; fp8 with its fp32 scale for each 128."""
