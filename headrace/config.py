@@ -81,7 +81,7 @@ class EngineConfig:
     """Whether decode launches a step before it has read the tokens of the one in flight. None: on for accelerators."""
     decode_graphs: bool | None = None
     """Whether decode steps are captured into CUDA graphs, one for each batch size. None: on for accelerators. On a CPU with
-    our C kernels, where there is nothing to capture, false is what turns their replay off (model/recorded.py)."""
+    our C kernels, where there is nothing to capture, false is what turns their replay off (engine/steps/replayed.py)."""
     decode_graph_sizes: tuple[int, ...] = ()
     """Batch sizes, in samples, that steps are padded to and graphs are captured for; `max_batch_size` is always one. Empty:
     1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512."""

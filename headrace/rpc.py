@@ -22,8 +22,6 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from headrace import errors
-from headrace.launch.sockets import free_port as free_port
-from headrace.launch.sockets import unused_port as unused_port
 from headrace.observe.context import request_id_var, traceparent_var
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from headrace.engine.request import SampledToken
 from headrace.errors import TransferError, Unavailable
 from headrace.process.faults import Faults
 from services.decode.core import Decoder
-from services.decode.ports import Collaborators
+from services.decode.interfaces import Collaborators
 
 NUM_LAYERS, BLOCK_SIZE = 3, 4
 WRITER = p.WorkerIdentity("127.0.0.1:7001", "writer-epoch-one")

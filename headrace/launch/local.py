@@ -73,9 +73,10 @@ def plan(config: Config, *, aggregated: bool = False, claims: PortClaims | None 
 
 def _plan(config: Config, aggregated: bool, claims: PortClaims) -> MeshPlan:
     ranks = [("router", 1), ("kvstore", 1)]
-    if not aggregated:
-        ranks.append(("prefill", config.mesh.prefill_ranks))
-    ranks.append(("decode", config.mesh.decode_ranks))
+    if aggregated:
+        ranks.append(("aggregated", config.mesh.decode_ranks))
+    else:
+        ranks += [("prefill", config.mesh.prefill_ranks), ("decode", config.mesh.decode_ranks)]
 
     def next_port() -> int:
         return claims.take(config.mesh.host, config.mesh.base_port)
@@ -249,15 +250,13 @@ class Mesh:
             f"engine.num_threads={self._threads_each()}",
         ):
             command += ["--set", flag]
-        if self.plan.aggregated and process.service == "decode":
-            command.append("--aggregated")
         return command
 
     def _threads_each(self) -> int:
         """Torch threads of one worker: as configured, else this host's cores shared between the workers."""
         if self.config.engine.num_threads or self.config.engine.device != "cpu":
             return self.config.engine.num_threads
-        workers = sum(process.service in ("prefill", "decode") for process in self.plan.processes)
+        workers = sum(process.service in ("prefill", "decode", "aggregated") for process in self.plan.processes)
         return max(1, len(os.sched_getaffinity(0)) // workers)
 
     def _wait_ready(self, running: Running, deadline: float) -> None:

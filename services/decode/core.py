@@ -43,8 +43,8 @@ from headrace.protocol import (
 )
 from services.decode.admission import Admission
 from services.decode.background import Background
+from services.decode.interfaces import Collaborators
 from services.decode.outputs import Outputs, RunningRequest
-from services.decode.ports import Collaborators
 from services.decode.quarantine import Quarantine
 from services.decode.request import Request
 from services.decode.reservation import OVER, PROMISED, ReservationRecord, ReservationTable, State

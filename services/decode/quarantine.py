@@ -18,7 +18,7 @@ from headrace.observe import logs, telemetry
 from headrace.process.faults import Faults
 from headrace.protocol import StopState, TargetDescriptor, WorkerIdentity
 from services.decode.background import Background
-from services.decode.ports import StopWriter, Target
+from services.decode.interfaces import StopWriter, Target
 
 log = logs.get(__name__)
 

@@ -47,7 +47,7 @@ from services.router.admission import Admission
 from services.router.answer import Answer, Outbox
 from services.router.attempts import Attempt, LegError, RequestState, wait_within
 from services.router.checkpoint import Checkpoint
-from services.router.ports import Dialer, Membership
+from services.router.interfaces import Dialer, Membership
 from services.router.prefix import NoPrefixes, PrefixIndex
 from services.router.stages import StageLog
 from services.router.workers import (

@@ -18,7 +18,7 @@ from headrace.config import EngineConfig
 from headrace.engine.offline import Engine
 from headrace.launch.children import start_child, stop_child, wait_ready
 from headrace.launch.redis_server import BundledRedis
-from headrace.model.random_checkpoint import write_random_checkpoint
+from headrace.model.weights.random_checkpoint import write_random_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUTER = p.WorkerIdentity("127.0.0.1:1", "router-played-by-hand")
@@ -146,7 +146,7 @@ def identity(said) -> p.WorkerIdentity:
 
 
 def test_the_aggregated_process_gives_the_engines_tokens_and_drains(checkpoint, expected, tmp_path):
-    with processes(checkpoint, tmp_path, ["decode --aggregated"]) as (children, (said,)):
+    with processes(checkpoint, tmp_path, ["aggregated"]) as (children, (said,)):
         asyncio.run(everything_matches(identity(said), identity(said), expected))
         children[0].send_signal(signal.SIGTERM)
         assert children[0].wait(15) == 0

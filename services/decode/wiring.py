@@ -1,0 +1,150 @@
+"""Puts a decode core together from real parts; `__main__` and the aggregated process use it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from headrace.cache.blocks import BlockState
+from headrace.client import Peers
+from headrace.engine.decode import DecodeBatcher
+from headrace.engine.rank import Worker
+from headrace.engine.request import DecodeSequence, SampledToken
+from headrace.engine.sampler import Drawn
+from headrace.engine.step import StepPlan, StepTokens
+from headrace.engine.thread import EngineThread
+from headrace.errors import InternalError
+from headrace.observe import logs, telemetry
+from headrace.process.faults import Faults
+from headrace.process.start import Start
+from headrace.protocol import SamplingParams, StopState, WorkerIdentity
+from headrace.transfer.base import TransferTarget
+from services.decode.core import Decoder
+from services.decode.interfaces import Collaborators, StopWriter
+
+log = logs.get(__name__)
+
+STOP_CALL_MARGIN_S = 1.0
+"""A Stop call may take so much longer than the wait it asks for."""
+
+
+class BatchEngine:
+    """The core's DecodeEngine: a DecodeBatcher in the engine thread."""
+
+    def __init__(self, worker: Worker, faults: Faults):
+        self._thread: EngineThread = worker.engine
+        self._batcher = _Batcher(worker.runner, worker.config.engine.max_batch_size, self._on_step, self._on_failure)
+        self._batcher.faults = faults
+        self._listeners: tuple[Callable, Callable] | None = None
+
+    def connect(
+        self,
+        on_step: Callable[[Sequence[SampledToken]], None],
+        on_failure: Callable[[Sequence[DecodeSequence], Exception], None],
+    ) -> None:
+        """As DecodeEngine; the batcher takes its turns in the thread from now on."""
+        self._listeners = (on_step, on_failure)
+        self._thread.add_source(self._batcher)
+
+    def add(self, sequences: Sequence[DecodeSequence]) -> None:
+        """As DecodeEngine."""
+        self._batcher.add(sequences)
+
+    async def remove(self, handle: int, sample_index: int | None = None) -> None:
+        """As DecodeEngine: waits for the step in flight."""
+        await self._thread.call(self._batcher.remove, handle, sample_index)
+
+    @property
+    def steps(self) -> int:
+        """As DecodeEngine."""
+        return self._batcher.steps
+
+    def _on_step(self, tokens: StepTokens) -> None:
+        assert self._listeners is not None
+        self._listeners[0](tokens)
+
+    def _on_failure(self, sequences: list[DecodeSequence], error: Exception) -> None:
+        assert self._listeners is not None
+        self._listeners[1](sequences, error)
+
+
+class _Batcher(DecodeBatcher):
+    """A batcher whose steps are measured and can be made to fail, hang or take longer (`decode.step` rules)."""
+
+    faults = Faults()
+
+    def launch(self, plan: StepPlan, before: Drawn | None) -> Drawn:
+        fault = self.faults.fire("decode.step")
+        if fault is not None and fault.kind == "fail":
+            raise InternalError("fault injected at decode.step")
+        if fault is not None:
+            time.sleep(fault.seconds)
+        return super().launch(plan, before)
+
+    def completed(self, plan: StepPlan, duration_s: float) -> None:
+        telemetry.histogram(*telemetry.STEP_DURATION).record(duration_s)
+        telemetry.gauge("headrace.decode.batch_size").set(len(plan.rows))
+
+
+@contextlib.asynccontextmanager
+async def open_decoder(
+    start: Start,
+    worker: Worker,
+    identity: WorkerIdentity,
+    peers: Peers,
+    target: TransferTarget,
+    *,
+    transfer: str,
+    stop_writer: StopWriter | None = None,
+) -> AsyncIterator[Decoder]:
+    """The core over `worker`, whose engine thread runs. `stop_writer` None: over gRPC, at the writer's address."""
+    faults = start.faults()
+    await warm_up(worker)
+    rows = worker.rows
+    collaborators = Collaborators(
+        clock=start.clock,
+        pool=worker.blocks,
+        engine=BatchEngine(worker, faults),
+        target=target,
+        checksums=rows.layer_checksums,
+        copy_rows=rows.copy_rows,
+        stop_writer=stop_writer or _stop_over(peers),
+        faults=faults,
+    )
+    async with Decoder.open(
+        start.config.decode,
+        worker.info("decode", identity, transfer),
+        collaborators,
+        stop_wait_s=start.config.transfer.timeout_s + STOP_CALL_MARGIN_S,
+        output_chunk=start.config.engine.output_chunk,
+    ) as core:
+        yield core
+
+
+def _stop_over(peers: Peers) -> StopWriter:
+    async def stop_writer(writer: WorkerIdentity, reservation_id: str, wait_s: float) -> StopState:
+        client = peers.prefill(writer.address)
+        return await client.stop(reservation_id, writer.epoch, wait_s, wait_s + STOP_CALL_MARGIN_S)
+
+    return stop_writer
+
+
+async def warm_up(worker: Worker) -> None:
+    """One step and one checksum over a block of our own, so that the first request does not pay for the first time."""
+    began = time.perf_counter()
+    blocks = worker.blocks.allocate(1, BlockState.RUNNING)
+    try:
+        await worker.engine.call(_warm_step, worker, blocks)
+    finally:
+        worker.blocks.free(blocks)
+    log.info("engine is warm", seconds=round(time.perf_counter() - began, 3))
+
+
+def _warm_step(worker: Worker, blocks: tuple[int, ...]) -> None:
+    worker.runner.warm()
+    batcher = DecodeBatcher(worker.runner, 1, lambda tokens: None)
+    batcher.add([DecodeSequence(0, 0, SamplingParams(max_tokens=2), (0,), [0], list(blocks))])
+    while batcher.has_work():
+        batcher.run_once()
+    worker.rows.layer_checksums(blocks, 0, 1)
