@@ -8,13 +8,14 @@ import dataclasses
 
 from headrace import config as configuration
 from headrace import rpc, transfer
-from headrace.client import Peers, RowSender
 from headrace.engine.rank import open_worker, transfer_environment
 from headrace.process import start as process
 from headrace.process.start import Start
-from headrace.protocol import WorkerIdentity
+from headrace.protocol.common import WorkerIdentity
+from headrace.rpc.clients import RowSender
+from headrace.rpc.promises import MeshKeys
 from services.prefill import server
-from services.prefill.compose import open_prefiller
+from services.prefill.wiring import open_prefiller
 
 
 async def main(start: Start) -> None:
@@ -26,8 +27,6 @@ async def main(start: Start) -> None:
     worker.engine.start()
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(worker.engine.stop)
-        peers = Peers()
-        stack.push_async_callback(peers.close)
         send_rows = stack.enter_context(RowSender(config.transfer.timeout_s))
         source = transfer.open_source(
             config.transfer.backend,
@@ -40,11 +39,14 @@ async def main(start: Start) -> None:
         start = dataclasses.replace(start, port=start.port or rpc.unused_port(config.mesh.host))
         identity = WorkerIdentity(f"{config.mesh.host}:{start.port}", start.epoch)
         registry = await stack.enter_async_context(start.open_registry())
-        opened = open_prefiller(start, worker, identity, registry, peers, source, transfer=config.transfer.backend)
-        core = await stack.enter_async_context(opened)
-        grpc_server, _ = await start.listen(server.register(core), (server.SERVICE,))
+        keys = MeshKeys.load(config.mesh.key_file)
+        rank = open_prefiller(start, worker, identity, registry, source, keys, transfer=config.transfer.backend)
+        opened = await stack.enter_async_context(rank)
+        grpc_server, _ = await start.listen(server.register(opened), (server.SERVICE,))
         stack.push_async_callback(grpc_server.stop, None)
-        await process.serve(start, grpc_server, registry, {"role": "prefill", "model": worker.model_name}, core.drain)
+        await process.serve(
+            start, grpc_server, registry, {"role": "prefill", "model": worker.model_name}, opened.core.drain
+        )
 
 
 if __name__ == "__main__":
