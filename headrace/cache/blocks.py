@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from headrace.cache.seats import blocks_for
 from headrace.errors import InternalError, Overloaded
 from headrace.protocol import BlockLedger
 
@@ -133,7 +134,7 @@ class BlockPool:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` rows."""
-        return -(-num_tokens // self.block_size)
+        return blocks_for(num_tokens, self.block_size)
 
     def can_allocate(self, count: int) -> bool:
         """Whether `allocate(count)` would succeed now."""

@@ -8,9 +8,10 @@ import itertools
 from dataclasses import dataclass, field
 
 from headrace.cache.blocks import BlockPool, BlockState, block_keys
+from headrace.cache.seats import blocks_for, blocks_needed, shared_blocks
 from headrace.errors import InvalidRequest
 from services.prefill.leg import Leg, settle
-from services.prefill.sequences import blocks_for, blocks_needed, sequence_lengths
+from services.prefill.sequences import sequence_lengths
 
 
 @dataclass(order=True)
@@ -46,7 +47,7 @@ class Room:
         Raises InvalidRequest for more than the pool has, and what the leg fails with while it waits.
         """
         lengths = sequence_lengths(leg.command)
-        needed = blocks_needed(leg.command, lengths, self._pool.block_size)
+        needed = blocks_needed(len(leg.command.prompt_token_ids), lengths, self._pool.block_size)
         if needed > self._pool.num_blocks:
             raise InvalidRequest(
                 f"prompt_token_ids: needs {needed} blocks of {self._pool.block_size} tokens, this rank has "
@@ -92,7 +93,7 @@ class Room:
     def _allocate(self, leg: Leg) -> None:
         command, size = leg.command, self._pool.block_size
         lengths = sequence_lengths(command)
-        prompt_blocks = len(command.prompt_token_ids) // size
+        shared = shared_blocks(len(command.prompt_token_ids), size)
         held: tuple[int, ...] = ()
         if self._prefix_cache:
             leg.prefix_keys = block_keys(command.cache_salt, command.prompt_token_ids, size)
@@ -103,6 +104,6 @@ class Room:
         leg.held_blocks += own
         leg.sequence_blocks = [(*held, *own)]
         for length in lengths[1:]:
-            tail = self._pool.allocate(blocks_for(length, size) - prompt_blocks, BlockState.RUNNING)
+            tail = self._pool.allocate(blocks_for(length, size) - shared, BlockState.RUNNING)
             leg.held_blocks += tail
-            leg.sequence_blocks.append((*leg.sequence_blocks[0][:prompt_blocks], *tail))
+            leg.sequence_blocks.append((*leg.sequence_blocks[0][:shared], *tail))

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headrace.cache.seats import shared_blocks
 from headrace.engine.request import PrefillSequence
 from headrace.errors import InvalidRequest
 from headrace.protocol.common import MAX_SAMPLES
 from headrace.protocol.prefill import PrefillCommand
-
-
-def blocks_for(length: int, size: int) -> int:
-    """Blocks of `size` tokens that hold `length`."""
-    return -(-length // size)
 
 
 def sequence_lengths(command: PrefillCommand) -> list[int]:
@@ -21,12 +17,6 @@ def sequence_lengths(command: PrefillCommand) -> list[int]:
     if not any(command.delivered.values()):
         return [prompt]
     return [prompt + len(command.delivered.get(sample, ())) for sample in command.sample_indices]
-
-
-def blocks_needed(command: PrefillCommand, lengths: Sequence[int], size: int) -> int:
-    """Blocks of a whole attempt; further sequences share the full prompt blocks of the first."""
-    shared = len(command.prompt_token_ids) // size
-    return blocks_for(lengths[0], size) + sum(blocks_for(length, size) - shared for length in lengths[1:])
 
 
 def check_command(command: PrefillCommand, vocabulary_size: int) -> None:
@@ -54,7 +44,7 @@ def sequences_of(
     command: PrefillCommand, blocks: Sequence[tuple[int, ...]], cached: int, size: int
 ) -> list[PrefillSequence]:
     """One sequence per block table. The first computes all but `cached` tokens, the others only what they do not share."""
-    shared = len(command.prompt_token_ids) // size * size
+    shared = shared_blocks(len(command.prompt_token_ids), size) * size
     sequences = []
     for index, table in enumerate(blocks):
         sample = command.sample_indices[index]

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 
 from headrace.cache.blocks import BlockState
+from headrace.cache.seats import blocks_for
 from headrace.engine.prefill import PrefillBatcher
 from headrace.engine.rank import Worker
 from headrace.engine.request import PrefillJob, PrefillSequence
@@ -54,7 +55,7 @@ async def warm_up(worker: Worker) -> None:
     began = time.perf_counter()
     longest = min(LONGEST_WARM_UP, worker.max_context_tokens, worker.blocks.num_blocks * worker.layout.block_size)
     lengths = [length for length in _lengths(worker) if length <= longest] or [1]
-    blocks = worker.blocks.allocate(-(-max(lengths) // worker.layout.block_size), BlockState.RUNNING)
+    blocks = worker.blocks.allocate(blocks_for(max(lengths), worker.layout.block_size), BlockState.RUNNING)
     try:
         for length in lengths:
             await worker.engine.call(_warm_prompt, worker, blocks, length)
@@ -73,7 +74,7 @@ def _lengths(worker: Worker) -> list[int]:
 
 def _warm_prompt(worker: Worker, blocks: tuple[int, ...], length: int) -> None:
     failures: list[Exception] = []
-    sequence = PrefillSequence(0, [0] * length, list(blocks[: -(-length // worker.layout.block_size)]))
+    sequence = PrefillSequence(0, [0] * length, list(blocks[: blocks_for(length, worker.layout.block_size)]))
     job = PrefillJob("warm-up", [sequence], SamplingParams(max_tokens=1), on_error=failures.append)
     batcher = PrefillBatcher(worker.runner, length)
     batcher.add(job)
