@@ -7,8 +7,9 @@ import asyncio
 from headrace.clock import Clock
 from headrace.errors import HeadraceError, InvalidRequest, Overloaded
 from headrace.observe import telemetry
-from headrace.protocol.common import Done, WorkerIdentity
+from headrace.protocol.common import WorkerIdentity
 from headrace.protocol.kvstore import PublishCommand, WithdrawCommand
+from headrace.protocol.link import Done
 from headrace.rpc.links import CATALOGUE_LINK, Link, LinkServer, LinkSettings
 from services.kvstore.core import KvStore
 

@@ -44,9 +44,7 @@ async def main(start: Start) -> None:
         opened = await stack.enter_async_context(rank)
         grpc_server, _ = await start.listen(server.register(opened), (server.SERVICE,))
         stack.push_async_callback(grpc_server.stop, None)
-        await process.serve(
-            start, grpc_server, registry, {"role": "prefill", "model": worker.model_name}, opened.core.drain
-        )
+        await process.serve(start, grpc_server, registry, {"role": "prefill", "model": worker.model_name}, opened.drain)
 
 
 if __name__ == "__main__":

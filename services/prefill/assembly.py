@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.cache.blocks import BlockPool
+from headrace.clock import Clock, Deadline
+from headrace.errors import Unavailable
 from headrace.process.registry import Registry
 from headrace.process.start import Start
 from headrace.protocol.common import WorkerIdentity, WorkerInfo
@@ -32,12 +34,26 @@ from services.prefill.pusher import Pusher, Rows
 from services.prefill.writers import OpenLink, Writers
 
 
+HEARD_LOOK_S = 0.02
+HEARD_S = 2.0
+"""How long the last answers may take to be acknowledged when this rank stops."""
+
+
 @dataclass
 class Opened:
     """A prefill rank that runs: its core, and the server of its links to routers."""
 
     core: Prefiller
     links: LinkServer
+    clock: Clock
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new prompts and waits for running ones; then the links end, when their last answers were heard."""
+        await self.core.drain(grace_s)
+        deadline = Deadline.after(self.clock, HEARD_S)
+        while deadline.left_s() and any(link.is_open and link.unacknowledged_bytes for link in self.links.links()):
+            await self.clock.wait(HEARD_LOOK_S)
+        self.links.close(Unavailable("this prefill rank has stopped", reason="DRAINING"))
 
 
 @contextlib.asynccontextmanager
@@ -99,7 +115,7 @@ async def assemble(
                     progress=core.progress,
                 )
                 async with _running(links.run(), publisher.run()):
-                    yield Opened(core, links)
+                    yield Opened(core, links, clock)
     finally:
         await asyncio.to_thread(pusher.stop, 2 * config.transfer.timeout_s)
 

@@ -61,7 +61,7 @@ class Attempt:
     async def run(self, time_left_s: float, on_deadline: HeadraceError) -> None:
         """Answers first tokens, then the end; gives everything back. `on_deadline` ends it when its time is over."""
         leg = self.leg
-        timer = asyncio.get_running_loop().call_later(time_left_s, leg.fail, on_deadline)
+        timer = self._rank.clock.call_later(time_left_s, lambda: leg.fail(on_deadline))
         try:
             leg.answer(await self._work())
         except HeadraceError as error:
@@ -166,7 +166,7 @@ class Attempt:
         if fault is not None and fault.kind == "fail":
             raise InternalError("fault injection: commit fails", reason="FAULT_INJECTED", retryable=True)
         if fault is not None:
-            await self._rank.clock.wait(fault.seconds)
+            await leg.wait(self._later(fault.seconds))
         commit = CommitCommand(
             reservation_id=leg.room.reservation_id,
             request_id=command.request_id,
@@ -185,6 +185,11 @@ class Attempt:
                 raise
             raise Unavailable(f"Commit: {error.message}", reason="COMMIT_UNANSWERED") from error
         leg.moments.committed = leg.now()
+
+    def _later(self, seconds: float) -> asyncio.Future[None]:
+        later = asyncio.get_running_loop().create_future()
+        self._rank.clock.call_later(seconds, lambda: settle(later))
+        return later
 
     async def _retire(self) -> None:
         leg = self.leg

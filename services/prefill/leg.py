@@ -110,7 +110,7 @@ class Leg:
         ended = self._loop.create_future()
         if not self.gate.when_ended(lambda: self.post(settle, ended)):
             return True
-        timer = self._loop.call_later(wait_s, settle, ended)
+        timer = self._clock.call_later(wait_s, lambda: settle(ended))
         try:
             await ended
         finally:

@@ -112,11 +112,10 @@ class Writer:
 
     def ask(self, body: object, within_s: float) -> asyncio.Future[Any]:
         """As in interfaces."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Any] = loop.create_future()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         answer.add_done_callback(_look)  # a leg that has ended does not
         silent = Unavailable(f"{self.decode.address} did not answer", reason="DECODE_UNANSWERED")
-        timer = loop.call_later(within_s, settle_error, answer, silent)
+        timer = self._writers.clock.call_later(within_s, lambda: settle_error(answer, silent))
 
         def on_answer(said: object) -> None:
             timer.cancel()

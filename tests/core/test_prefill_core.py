@@ -274,7 +274,12 @@ def test_the_deadline_ends_an_attempt_with_a_reason():
     async def scenario():
         bench = Bench(prefix_cache=False)
         async with bench.open() as core:
-            events = await Asked(bench, core, command(6, time_left_s=0.05)).all()
+            asked = Asked(bench, core, command(6, time_left_s=1.5))
+            await asyncio.sleep(0)
+            await bench.clock.advance(1.0)
+            assert not asked.is_over
+            await bench.clock.advance(1.0)
+            events = await asked.all()
             assert isinstance(events[-1], DeadlineExceeded) and not events[-1].retryable
             await bench.settled(core)
 

@@ -157,7 +157,7 @@ def test_what_a_decode_rank_refuses_is_said_as_it_is(refusal):
 
 
 SILENCES = {
-    "the time is over": (lambda end: None, 0.02),
+    "the time is over": (lambda end: None, 1.0),
     "the call was cancelled there": (lambda end: end.peer_answers(1, Cancelled("it stops")), 5.0),
     "the link is lost": (lambda end: end.lose(Unavailable("silent", reason="LINK_LOST")), 5.0),
 }
@@ -168,9 +168,10 @@ def test_a_decode_rank_that_does_not_answer_is_to_blame_however_that_shows(silen
     happens, within_s = SILENCES[silence]
 
     async def scenario():
-        async with open_writers() as (writers, opened, _):
+        async with open_writers() as (writers, opened, clock):
             answer = writers.enter(Leg(), DECODE).ask(BEGIN, within_s)
             happens(opened[0])
+            await clock.advance(1.0)
             with pytest.raises(Unavailable) as caught:
                 await asyncio.wait_for(answer, 5)
             assert (caught.value.reason, caught.value.retryable) == ("DECODE_UNANSWERED", True)
@@ -180,10 +181,10 @@ def test_a_decode_rank_that_does_not_answer_is_to_blame_however_that_shows(silen
 
 def test_a_late_answer_changes_nothing_and_a_timely_one_is_given():
     async def scenario():
-        async with open_writers() as (writers, opened, _):
+        async with open_writers() as (writers, opened, clock):
             writer = writers.enter(Leg(), DECODE)
-            late, timely = writer.ask(BEGIN, 0.02), writer.ask(BEGIN, 5.0)
-            await asyncio.sleep(0.05)
+            late, timely = writer.ask(BEGIN, 1.0), writer.ask(BEGIN, 5.0)
+            await clock.advance(2.0)
             opened[0].peer_answers(1, Renewed(10.0))
             opened[0].peer_answers(2, Renewed(9.0))
             assert late.exception().reason == "DECODE_UNANSWERED" and await timely == Renewed(9.0)

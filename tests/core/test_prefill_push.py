@@ -147,7 +147,11 @@ def test_stop_that_waits_in_vain_answers_unknown():
             task = Asked(bench, core, command(6))
             await bench.run_job()
             await asyncio.to_thread(bench.source.entered.wait, 5)
-            assert await stop(core, "r1", 0.05) is StopState.UNKNOWN
+            stopping = asyncio.create_task(stop(core, "r1", 2.0))
+            await bench.clock.advance(1.0)
+            assert not stopping.done()
+            await bench.clock.advance(1.5)
+            assert await stopping is StopState.UNKNOWN
             bench.source.gate.set()
             await task.all()
             await bench.settled(core)
