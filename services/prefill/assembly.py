@@ -33,7 +33,6 @@ from services.prefill.publisher import Publisher
 from services.prefill.pusher import Pusher, Rows
 from services.prefill.writers import OpenLink, Writers
 
-
 HEARD_LOOK_S = 0.02
 HEARD_S = 2.0
 """How long the last answers may take to be acknowledged when this rank stops."""
