@@ -143,7 +143,7 @@ def test_every_door_is_there():
 
 def test_the_environment_is_read_in_config_only():
     readers = [path for path in sources() if {"os.environ", "os.getenv"} & uses_of_os(path)]
-    assert [str(path) for path in readers] == ["headrace/config.py"]
+    assert [str(path) for path in readers] == ["headrace/config/environment.py"]
 
 
 def uses_of_os(path: Path) -> set[str]:
