@@ -168,6 +168,12 @@ def test_log_lines_carry_their_fields_as_fields():
     assert lost == []
 
 
+def test_races_are_run_by_the_clock_module_only():
+    """`first_of` and `within` wait for the losers; a race written by hand forgets them sooner or later."""
+    racing = [str(path) for path in sources() if "FIRST_COMPLETED" in (ROOT / path).read_text()]
+    assert racing == ["headrace/clock.py"]
+
+
 def test_nothing_imports_what_stands_to_its_left():
     wrong = []
     for path in sources():
