@@ -143,7 +143,7 @@ def test_every_door_is_there():
 
 def test_the_environment_is_read_in_config_only():
     readers = [path for path in sources() if {"os.environ", "os.getenv"} & uses_of_os(path)]
-    assert [str(path) for path in readers] == ["headrace/config.py"]
+    assert [str(path) for path in readers] == ["headrace/config/environment.py"]
 
 
 def uses_of_os(path: Path) -> set[str]:
@@ -166,6 +166,12 @@ def test_log_lines_carry_their_fields_as_fields():
                 keys = [getattr(key, "value", None) for key in getattr(node.value, "keys", [])]
                 lost += [f"{path}:{node.value.lineno}"] if keys != ["fields"] else []
     assert lost == []
+
+
+def test_races_are_run_by_the_clock_module_only():
+    """`first_of` and `within` wait for the losers; a race written by hand forgets them sooner or later."""
+    racing = [str(path) for path in sources() if "FIRST_COMPLETED" in (ROOT / path).read_text()]
+    assert racing == ["headrace/clock.py"]
 
 
 def test_nothing_imports_what_stands_to_its_left():

@@ -51,7 +51,8 @@ class WorkerProcess:
 async def open_worker_process(start: Start) -> AsyncIterator[WorkerProcess]:
     """Loads the model and starts the engine, beside clients, identity and registry; leaving stops them in the other order. Raises
     ConfigError and CheckpointError."""
-    config = start.config
+    role = "decode" if start.service == "aggregated" else start.service
+    config = dataclasses.replace(start.config, engine=configuration.engine_of(start.config, role, start.rank))
     configuration.apply_environment(transfer_environment(config.transfer))
     worker = await asyncio.to_thread(open_worker, config)
     worker.engine.start()
@@ -59,7 +60,7 @@ async def open_worker_process(start: Start) -> AsyncIterator[WorkerProcess]:
         stack.callback(worker.engine.stop)
         peers = Peers()
         stack.push_async_callback(peers.close)
-        start = dataclasses.replace(start, port=start.port or unused_port(config.mesh.host))
+        start = dataclasses.replace(start, config=config, port=start.port or unused_port(config.mesh.host))
         identity = WorkerIdentity(f"{config.mesh.host}:{start.port}", start.epoch)
         registry = await stack.enter_async_context(start.open_registry())
         yield WorkerProcess(start, worker, identity, registry, peers, stack)

@@ -60,7 +60,7 @@ async def main(start: Start) -> None:
     host = start.config.mesh.host
     async with open_worker_process(start) as process:
         worker, stack = process.worker, process.stack
-        prefill_worker = open_worker(start.config, engine=worker.engine, transformer=worker.transformer)
+        prefill_worker = open_worker(process.start.config, engine=worker.engine, transformer=worker.transformer)
         target = transfer.open_target(BACKEND, worker.latent.rows, host)
         stack.callback(target.close)
         source = transfer.open_source(BACKEND, prefill_worker.latent.rows, host)

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from headrace.cache.blocks import BlockState
+from headrace.clock import within
 from headrace.config import DecodeConfig
 from headrace.engine.request import DecodeSequence
 from headrace.errors import (
@@ -513,15 +514,13 @@ class Decoder:
             self._streams.close(draining)
 
     async def _wait_unfinished(self, limit_s: float) -> None:
-        timeout = self._background.spawn(self._clock.wait, limit_s)
-        try:
-            while self._unfinished() and not timeout.done():
+        async def all_settled() -> None:
+            while self._unfinished():
                 self._settled.clear()
-                settled = self._background.spawn(self._settled.wait)
-                await asyncio.wait((settled, timeout), return_when=asyncio.FIRST_COMPLETED)
-                settled.cancel()
-        finally:
-            timeout.cancel()
+                await self._settled.wait()
+
+        with contextlib.suppress(TimeoutError):
+            await within(self._clock, limit_s, all_settled())
 
     def _stop(self) -> None:
         self._phase = _Phase.STOPPED
