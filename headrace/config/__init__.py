@@ -2,6 +2,7 @@
 
 from headrace.config.check import check, check_separate
 from headrace.config.environment import (
+    CHECKOUT,
     THREAD_ENVIRONMENT,
     apply_environment,
     child_environment,
@@ -39,6 +40,7 @@ __all__ = [
     "PrefillConfig",
     "RegistryConfig",
     "RouterConfig",
+    "CHECKOUT",
     "THREAD_ENVIRONMENT",
     "TelemetryConfig",
     "TransferConfig",

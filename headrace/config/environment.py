@@ -9,6 +9,8 @@ from pathlib import Path
 
 from headrace.config.tree import Config
 
+CHECKOUT = Path(__file__).resolve().parents[2]
+"""Where this code stands: what `models/tiny` and `services` mean to every process of a mesh, wherever it was started."""
 THREAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """For every process that computes on a CPU, before torch loads. With libgomp's default of spinning, two workers on two cores
 slow each other down more than tenfold."""
@@ -28,7 +30,7 @@ def model_directory(config: Config) -> Path:
     given = Path(config.model.directory).expanduser()
     if given.is_absolute() or given.exists():
         return given.absolute()
-    return Path(__file__).resolve().parents[2] / given
+    return CHECKOUT / given
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:

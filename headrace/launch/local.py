@@ -185,7 +185,7 @@ class Mesh:
                 environment=configuration.THREAD_ENVIRONMENT,
                 stdout=subprocess.PIPE,
                 stderr=output,
-                directory=Path(__file__).parents[1],
+                directory=configuration.CHECKOUT,
             )
         self.running[process.name] = Running(process, child, log)
         return self.running[process.name]
