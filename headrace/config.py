@@ -128,8 +128,8 @@ class DecodeConfig:
     reserve_expiry_s: float = 10.0
     quarantine_max_s: float = 20.0
     """Silence of a writer for so long replaces the transfer engine."""
-    stream_resume_s: float = 2.0
-    """A router's broken token stream may come back within this."""
+    request_credit_bytes: int = 1 << 20
+    """Tokens of one request that its router may leave unacknowledged; above it that request ends with READER_STALLED."""
     max_waiting_requests: int = 256
     """Reserve calls that may wait for room; one more is RESOURCE_EXHAUSTED."""
 
@@ -242,6 +242,7 @@ def check(config: Config) -> None:
         ("mesh.decode_ranks", config.mesh.decode_ranks),
         ("router.stream_interval", config.router.stream_interval),
         ("router.max_attempts", config.router.max_attempts),
+        ("decode.request_credit_bytes", config.decode.request_credit_bytes),
     ):
         if value < 1:
             raise ConfigError(f"{path} = {value} must be at least 1", field=path)
@@ -348,7 +349,7 @@ def check_separate(config: Config) -> None:
     """Refuses settings that only one process for prefill and decode could have."""
     if config.transfer.backend == "local":
         raise ConfigError(
-            "transfer.backend = 'local' moves rows within one process: use it with --aggregated, or choose mooncake or grpc",
+            "transfer.backend = 'local' moves rows within one process: use it with `headrace up --aggregated`, or choose mooncake or grpc",
             field="transfer.backend",
         )
 
