@@ -33,10 +33,10 @@ $(RUN_STAMP): $(RUN_SET) $(filter %.txt,$(ALONE)) pyproject.toml
 	@$(PIP) install -r $(RUN_SET)
 	@$(PIP) install --no-deps $(ALONE)
 	@$(PIP) install --no-deps --editable .
-	@$(BIN)/python -m kernels.cpu_library || echo "Continuing on torch's own kernels, which are slower here."
+	@$(BIN)/python -m kernels.toolchain.cpu_library || echo "Continuing on torch's own kernels, which are slower here."
 ifneq ($(ON_GPU),)
-	@$(BIN)/python -m kernels.cuda_library || echo "Continuing on Triton and cuBLAS for FP8 products, which are slower."
-	@$(BIN)/python -m kernels.nvfp4_hopper || echo "Continuing on Triton for NVFP4 products, which is slower."
+	@$(BIN)/python -m kernels.linear.fp8_hopper || echo "Continuing on Triton and cuBLAS for FP8 products, which are slower."
+	@$(BIN)/python -m kernels.linear.nvfp4_hopper || echo "Continuing on Triton for NVFP4 products, which is slower."
 endif
 	@touch $@
 

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from headrace.engine.batches import plan_prefill
 from headrace.engine.request import PrefillJob, finish_reason
-from headrace.engine.runner import Runner, plan_prefill
+from headrace.engine.runner import Runner
 from headrace.engine.sampler import SamplingTable
 from headrace.engine.streams import event_now
 from headrace.errors import Cancelled, InvalidRequest
-from headrace.model.deepseek import ForwardBatch
+from headrace.model.base import ForwardBatch
 from headrace.protocol import FinishReason, FirstToken
 
 log = logging.getLogger(__name__)

@@ -15,13 +15,13 @@ from headrace.cache.blocks import BlockPool
 from headrace.cache.latent import ROPE_ORDER, LatentPool
 from headrace.cache.rows import Rows
 from headrace.config import Config, TransferConfig
+from headrace.engine.exact import exact_self_test
 from headrace.engine.offline import EngineParts, load_configured
 from headrace.engine.runner import Runner
 from headrace.engine.streams import use_own_stream
 from headrace.engine.thread import EngineThread
 from headrace.errors import ConfigError
-from headrace.model.deepseek import Transformer
-from headrace.model.exact import exact_self_test
+from headrace.model.base import Model
 from headrace.observe import logs
 from headrace.protocol import KvLayout, WorkerIdentity, WorkerInfo
 from headrace.transfer import mooncake_environment
@@ -36,7 +36,7 @@ class Worker:
     """The parts of one worker process, made from its settings by `open_worker`."""
 
     config: Config
-    transformer: Transformer
+    transformer: Model
     latent: LatentPool
     blocks: BlockPool
     runner: Runner
@@ -67,9 +67,7 @@ class Worker:
         )
 
 
-def open_worker(
-    config: Config, *, engine: EngineThread | None = None, transformer: Transformer | None = None
-) -> Worker:
+def open_worker(config: Config, *, engine: EngineThread | None = None, transformer: Model | None = None) -> Worker:
     """Loads the model and makes its pool; blocks for seconds. A second worker of one process shares `engine` and
     `transformer` and gets a pool of its own. Raises ConfigError and CheckpointError."""
     transformer = transformer or load_model(config)
@@ -79,11 +77,11 @@ def open_worker(
         why = str(error).partition("\n")[0]
         text = f"engine.num_blocks = {config.engine.num_blocks}: no pool of that size can be made: {why}"
         raise ConfigError(text, field="engine.num_blocks") from error
-    model, latent = transformer.config, parts.pool
+    (region,), latent = transformer.kv_regions, parts.pool
     directory = configuration.model_directory(config)
     layout = KvLayout(
-        layer_count=model.num_hidden_layers,
-        row_dim=model.row_dim,
+        layer_count=region.num_layers,
+        row_dim=region.row_width,
         dtype=_DTYPE_NAMES[latent.rows.dtype],
         block_size=latent.block_size,
         rope_order=ROPE_ORDER,
@@ -109,7 +107,7 @@ def transfer_environment(config: TransferConfig) -> dict[str, str]:
     )
 
 
-def load_model(config: Config) -> Transformer:
+def load_model(config: Config) -> Model:
     """The checkpoint in the mode the settings ask for; exact mode is proved on this host or refused."""
     transformer = load_configured(configuration.model_directory(config), config.engine)
     if transformer.exact and (reason := exact_self_test(transformer)) is not None:

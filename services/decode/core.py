@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+from headrace.clock import within
 from headrace.config import DecodeConfig
 from headrace.errors import HeadraceError, Unavailable
 from headrace.protocol.common import WorkerIdentity, WorkerInfo, WorkerProgress
@@ -198,7 +199,8 @@ class Decoder:
         draining = Unavailable("this decode rank is draining", reason="DRAINING")
         self._reserves.close(draining)
         try:
-            await self._background.wait_first(self._wait_unfinished, lambda: self._clock.wait(grace_s))
+            with contextlib.suppress(TimeoutError):
+                await within(self._clock, grace_s, self._wait_unfinished())
         finally:  # also when the caller's own patience ends first
             for request in self._requests.unfinished():
                 self._endings.lose(request, "DRAINING", draining)

@@ -8,10 +8,10 @@ an earlier *generation* needs no answer any more.
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 from collections.abc import Callable
 
+from headrace.clock import first_of
 from headrace.errors import TransferError
 from headrace.observe import logs, telemetry
 from headrace.protocol.common import WorkerIdentity
@@ -63,9 +63,8 @@ class Quarantine:
         self._silent_until[reservation_id] = self._clock.now() + self._silence_s
         try:
             drained, fenced = asyncio.Event(), self._fenced
-            asking = functools.partial(self._ask, writer, reservation_id, drained)
             while not drained.is_set() and generation == self.generation:
-                await self._background.wait_first(asking, fenced.wait)
+                await first_of(self._ask(writer, reservation_id, drained), fenced.wait())
         finally:
             self._silent_until.pop(reservation_id, None)
 

@@ -12,11 +12,12 @@ import dataclasses
 from headrace import config as configuration
 from headrace import rpc
 from headrace.client import Peers
+from headrace.launch.sockets import unused_port
 from headrace.process.start import Start, print_ready, run_service
 from headrace.protocol import WorkerIdentity
 from services.router.checkpoint import Checkpoint
 from services.router.core import Router
-from services.router.ports import PeerDialer
+from services.router.interfaces import PeerDialer
 from services.router.prefix import KvStorePrefixes
 from services.router.server import SERVICES, register
 
@@ -25,7 +26,7 @@ async def main(start: Start) -> None:
     """Loads the tokenizer, watches the workers, serves until a signal."""
     config = start.config
     checkpoint = Checkpoint.load(configuration.model_directory(config), config.model.max_context_tokens)
-    start = dataclasses.replace(start, port=start.port or config.router.port or rpc.unused_port(config.mesh.host))
+    start = dataclasses.replace(start, port=start.port or config.router.port or unused_port(config.mesh.host))
     identity = WorkerIdentity(f"{config.mesh.host}:{start.port}", start.epoch)
     async with contextlib.AsyncExitStack() as stack:
         peers = Peers()

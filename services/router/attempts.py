@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace import errors
-from headrace.clock import Clock, Deadline
+from headrace.clock import Clock, Deadline, first_of, within
 from headrace.errors import HeadraceError, InternalError, Unavailable
 from headrace.observe import telemetry
 from headrace.protocol import (
@@ -186,16 +186,7 @@ class Attempt:
 
     async def _run_prefill(self, reservation: Reservation | None) -> None:
         """Until P says committed, the attempt is lost, or the answer needs neither worker any more."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                leg = group.create_task(self._read_prefill(reservation))
-                stop = group.create_task(self._wait_no_more_prefill())
-                await asyncio.wait((leg, stop), return_when=asyncio.FIRST_COMPLETED)
-                leg.cancel()
-                stop.cancel()
-        except BaseExceptionGroup as group_error:
-            error = next((x for x in group_error.exceptions if isinstance(x, LegError)), None)
-            raise (error or group_error.exceptions[0]) from group_error
+        await first_of(self._read_prefill(reservation), self._wait_no_more_prefill())
 
     async def _wait_no_more_prefill(self) -> None:
         await self._finished.wait()
@@ -274,7 +265,7 @@ class Attempt:
         await self._finished.wait()
         if self._lost is None and not self._was_cut_here() and not self._ended.is_set():
             with contextlib.suppress(TimeoutError):
-                await wait_within(self._clock, LINGER_S, self._ended)
+                await within(self._clock, LINGER_S, self._ended.wait())
 
     def on_record(self, record: TokenRecord) -> None:
         """Tokens of a frame. They may come before P's first tokens: then they wait for those."""
@@ -373,18 +364,6 @@ class Attempt:
         self._told_cut += len(cut)
         self._open_ends.difference_update(cut)
         self._release(cut)
-
-
-async def wait_within(clock: Clock, seconds: float, event: asyncio.Event) -> None:
-    """Waits for `event`; raises TimeoutError after `seconds` of `clock`."""
-    async with asyncio.TaskGroup() as group:
-        waiting = group.create_task(event.wait())
-        alarm = group.create_task(clock.wait(seconds))
-        await asyncio.wait((waiting, alarm), return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        alarm.cancel()
-    if not event.is_set():
-        raise TimeoutError
 
 
 def _error_of(event: PrefillFailed) -> HeadraceError:

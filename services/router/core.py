@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from headrace.clock import Clock, Deadline
+from headrace.clock import Clock, Deadline, first_of, within
 from headrace.config import RouterConfig
 from headrace.errors import (
     AlreadyExists,
@@ -45,9 +45,9 @@ from headrace.protocol import (
 from services.router import limits
 from services.router.admission import Admission
 from services.router.answer import Answer, Outbox
-from services.router.attempts import Attempt, LegError, RequestState, wait_within
+from services.router.attempts import Attempt, LegError, RequestState
 from services.router.checkpoint import Checkpoint
-from services.router.ports import Dialer, Membership
+from services.router.interfaces import Dialer, Membership
 from services.router.prefix import NoPrefixes, PrefixIndex
 from services.router.stages import StageLog
 from services.router.workers import (
@@ -197,7 +197,7 @@ class Router:
         """Refuses new requests and waits for the running ones, at most `grace_s`; what then still runs is cancelled."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
-            await wait_within(self._clock, grace_s, self._idle)
+            await within(self._clock, grace_s, self._idle.wait())
         await self._end_all()
 
     # --- one request ---------------------------------------------------------------------------------------------------------
@@ -264,16 +264,8 @@ class Router:
             self._forget(run)
 
     async def _within_deadline(self, run: _Run, span: telemetry.OpenSpan) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                work = group.create_task(self._serve_claimed(run, span))
-                alarm = group.create_task(self._clock.wait(run.deadline.left_s()))
-                await asyncio.wait((work, alarm), return_when=asyncio.FIRST_COMPLETED)
-                alarm.cancel()
-                if not work.done():
-                    raise DeadlineExceeded(f"the deadline passed after {run.stages.elapsed_s():.3f} s")
-        except BaseExceptionGroup as group_error:
-            raise unwrap(group_error) from group_error
+        if await first_of(self._serve_claimed(run, span), self._clock.wait(run.deadline.left_s())):
+            raise DeadlineExceeded(f"the deadline passed after {run.stages.elapsed_s():.3f} s")
 
     async def _serve_claimed(self, run: _Run, span: telemetry.OpenSpan) -> None:
         """A client's own id is claimed across all routers while the request runs; nobody waits for a Redis that is away."""
@@ -341,7 +333,8 @@ class Router:
         wait_s = RESTART_WAIT_S if self._workers.had_pair else START_WAIT_S
         if not self._workers.has_pair.is_set():
             with contextlib.suppress(TimeoutError):
-                await wait_within(self._clock, min(wait_s, 0.9 * run.deadline.left_s()), self._workers.has_pair)
+                wait_s = min(wait_s, 0.9 * run.deadline.left_s())
+                await within(self._clock, wait_s, self._workers.has_pair.wait())
         if not self._workers.has_pair.is_set():
             raise self._workers.unavailable()
 
@@ -551,12 +544,7 @@ class Router:
             raise _typed(unwrap(error)) or InternalError(str(error)) from error
 
     async def _canary_attempt(self, state: RequestState, place: Place) -> None:
-        async with asyncio.TaskGroup() as group:
-            work = group.create_task(self._blamed_attempt(state, place))
-            alarm = group.create_task(self._clock.wait(CANARY_TIMEOUT_S))
-            await asyncio.wait((work, alarm), return_when=asyncio.FIRST_COMPLETED)
-            alarm.cancel()
-            work.cancel()
+        await first_of(self._blamed_attempt(state, place), self._clock.wait(CANARY_TIMEOUT_S))
         if state.answer.num_tokens != 2:
             raise Unavailable(f"the canary brought {state.answer.num_tokens} of 2 tokens", reason="CANARY_FAILED")
 

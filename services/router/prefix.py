@@ -9,7 +9,7 @@ from headrace.cache.blocks import block_keys
 from headrace.errors import HeadraceError
 from headrace.observe import telemetry
 from headrace.protocol import PrefixHolder
-from services.router.ports import Membership
+from services.router.interfaces import Membership
 
 LOOKUP_TIMEOUT_S = 0.05
 MAX_KEYS = 65_536

@@ -24,8 +24,8 @@ from headrace.protocol import (
     WorkerView,
 )
 from services.router import policy
+from services.router.interfaces import DecodePort, Dialer, Membership, PrefillPort
 from services.router.limits import Capacity
-from services.router.ports import DecodePort, Dialer, Membership, PrefillPort
 from services.router.tokens import TokenStream
 
 log = logs.get(__name__)

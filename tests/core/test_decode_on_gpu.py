@@ -11,7 +11,7 @@ import torch
 from engine_fakes import small_config
 
 from headrace.engine.offline import Engine, EngineParts
-from headrace.model.random_checkpoint import write_random_checkpoint
+from headrace.model.weights.random_checkpoint import write_random_checkpoint
 from headrace.protocol import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

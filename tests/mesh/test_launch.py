@@ -151,7 +151,7 @@ def ask(mesh: Up) -> dict:
 
 
 def test_the_plan_names_every_port_before_anything_starts(tmp_path):
-    done = run("up", "--dry-run", "--json", "--set", f"mesh.run_directory={tmp_path}", "--set", "mesh.prefill_ranks=3")
+    done = run("up", "--dry-run", "--json", "--set", f"mesh.run_directory={tmp_path}", "--set", "prefill.groups=3")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     services = [(process["service"], process["rank"]) for process in plan["processes"]]

@@ -19,7 +19,7 @@ from headrace.engine.offline import Engine
 from headrace.errors import HeadraceError
 from headrace.launch.children import start_child, stop_child, wait_ready
 from headrace.launch.redis_server import BundledRedis
-from headrace.model.random_checkpoint import write_random_checkpoint
+from headrace.model.weights.random_checkpoint import write_random_checkpoint
 from headrace.protocol import decode as p
 from headrace.protocol.common import SamplingParams, WorkerIdentity
 from headrace.protocol.prefill import Committed, FirstTokens, PrefillCommand

@@ -23,6 +23,7 @@ from headrace.errors import (
     Overloaded,
     Unavailable,
 )
+from headrace.launch import sockets
 from headrace.protocol import FinishReason, WorkerIdentity
 from headrace.v1 import (
     decode_pb2,
@@ -34,7 +35,7 @@ from headrace.v1 import (
 )
 from services.router.__main__ import tell_health
 from services.router.core import Router
-from services.router.ports import PeerDialer
+from services.router.interfaces import PeerDialer
 from services.router.server import SERVICES, register
 
 
@@ -135,7 +136,7 @@ async def open_router_server(mesh: FakeMesh, epoch: str = "router-1", **settings
         peers = Peers()
         stack.push_async_callback(peers.close)
         config = RouterConfig(**settings)
-        port = rpc.unused_port("127.0.0.1")
+        port = sockets.unused_port("127.0.0.1")
         router = await stack.enter_async_context(
             Router.open(
                 config,
