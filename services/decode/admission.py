@@ -113,7 +113,7 @@ class Admission:
         request.owed = request.seats.sequences()
         now = self._clock.now()
         self._table.grant(request.record, now)
-        request.trace.stage("decode.reserve", request.reserved_at, now, blocks=request.plan.num_blocks)
+        request.stage("decode.reserve", request.reserved_at, now, blocks=request.plan.num_blocks)
         request.answer(self._sign(self._promise(request, target), self._expiry_s))
 
     def _promise(self, request: Request, target: TargetDescriptor) -> Promise:
@@ -130,6 +130,6 @@ class Admission:
 
     def _refuse(self, request: Request, error: HeadraceError) -> None:
         self._table.free(request.record, self._clock.now())
-        request.trace.stage("decode.reserve", request.reserved_at, self._clock.now(), reason=error.reason)
+        request.stage("decode.reserve", request.reserved_at, self._clock.now(), reason=error.reason)
         request.answer(error)
         self.on_refused(request)

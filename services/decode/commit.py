@@ -100,7 +100,7 @@ class Commits:
             await self._in_worker(self._copy_all, copies)
         now = self._clock.now()
         self._table.run(request.record, now - arrived)
-        request.trace.stage("decode.commit", arrived, now, tokens=request.command.prompt_tokens)
+        request.stage("decode.commit", arrived, now, tokens=request.command.prompt_tokens)
         self._start(request, command, arrived, now)
         return CommitAccepted(now - arrived)
 

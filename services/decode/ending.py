@@ -180,7 +180,7 @@ class Endings:
     def forget(self, request: Request) -> None:
         """The record is FREED."""
         self._requests.remove(request)
-        request.trace.emit(request_id=request.name, attempt=request.record.attempt)
+        request.trace.emit()
         self._on_settled()
 
     def _give_back(self, blocks: Sequence[int]) -> None:

@@ -66,6 +66,10 @@ class Request:
         """Nothing more comes of it, though its blocks may not be back yet."""
         return self.record.state in OVER
 
+    def stage(self, name: str, start_s: float, end_s: float, **attributes: object) -> None:
+        """A stage of its trace; times are readings of the clock."""
+        self.trace.stage(name, start_s, end_s, request_id=self.name, attempt=self.record.attempt, **attributes)
+
     def answer(self, answer: Reservation | HeadraceError) -> None:
         """Tells everyone who waits for the answer to Reserve."""
         if isinstance(answer, Reservation):

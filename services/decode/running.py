@@ -87,10 +87,9 @@ class RunningRequest:
         """Where the time on this rank went since Commit arrived; the request's trace gets the same."""
         began = max(self.committed, self.first_step_began)
         ended, steps = self.step_times[-1], len(self.step_times)
-        trace = self.request.trace
-        if trace.is_sampled:
-            trace.stage("decode.queue", self.committed, began)
-            trace.stage("decode.generate", began, ended, steps=steps, **self._gaps())
+        if self.request.trace.is_sampled:
+            self.request.stage("decode.queue", self.committed, began)
+            self.request.stage("decode.generate", began, ended, steps=steps, **self._gaps())
         queue = Stage("decode.queue", self.committed - self.arrived, began - self.committed)
         return queue, Stage("decode.generate", began - self.arrived, ended - began, tokens=steps)
 
