@@ -19,6 +19,7 @@ def check(config: Config) -> None:
         ("engine.max_batch_size", config.engine.max_batch_size),
         ("prefill.groups", config.prefill.groups),
         ("decode.groups", config.decode.groups),
+        ("decode.request_credit_bytes", config.decode.request_credit_bytes),
         ("router.stream_interval", config.router.stream_interval),
         ("router.max_attempts", config.router.max_attempts),
     ):

@@ -125,8 +125,8 @@ class DecodeConfig:
     reserve_expiry_s: float = 10.0
     quarantine_max_s: float = 20.0
     """Silence of a writer for so long replaces the transfer engine."""
-    stream_resume_s: float = 2.0
-    """A router's broken token stream may come back within this."""
+    request_credit_bytes: int = 1 << 20
+    """Tokens of one request that its router may leave unacknowledged; above it that request ends with READER_STALLED."""
     max_waiting_requests: int = 256
     """Reserve calls that may wait for room; one more is RESOURCE_EXHAUSTED."""
 
