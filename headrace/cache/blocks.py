@@ -17,7 +17,7 @@ import numpy as np
 
 from headrace.cache.seats import blocks_for
 from headrace.errors import InternalError, Overloaded
-from headrace.protocol import BlockLedger
+from headrace.protocol.common import BlockLedger
 
 
 class PoolExhausted(Overloaded):

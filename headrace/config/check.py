@@ -9,6 +9,8 @@ from headrace.errors import ConfigError
 def check(config: Config) -> None:
     """Refuses settings that cannot work together, with the numbers."""
     _check_times(config)
+    if not 0.05 <= config.links.beat_s <= 60:
+        raise ConfigError(f"links.beat_s = {config.links.beat_s} must lie in 0.05 .. 60 s", field="links.beat_s")
     for role in ("prefill", "decode"):
         _check_ranks(role, getattr(config, role))
     for engine in {engine_of(config, role, rank) for role, rank in _all_ranks(config)}:

@@ -25,7 +25,8 @@ from headrace.engine.sampler import SamplingTable
 from headrace.engine.streams import event_now
 from headrace.errors import Cancelled, InvalidRequest
 from headrace.model.base import ForwardBatch
-from headrace.protocol import FinishReason, FirstToken
+from headrace.protocol.common import FinishReason
+from headrace.protocol.prefill import FirstToken
 
 log = logging.getLogger(__name__)
 

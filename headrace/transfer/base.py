@@ -195,7 +195,9 @@ def check_push(
     against landing inside the right pool at the wrong place.
     """
     if target.backend != backend:
-        raise refused(f"the target is written through {TransferBackend(target.backend).name}, this source speaks {backend.name}")
+        raise refused(
+            f"the target is written through {TransferBackend(target.backend).name}, this source speaks {backend.name}"
+        )
     mine = source.describe(backend, target.session)
     for name in ("row_bytes", "block_size", "num_layers", "block_stride_bytes"):
         if getattr(mine, name) != getattr(target, name):

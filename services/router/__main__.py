@@ -14,7 +14,7 @@ from headrace import rpc
 from headrace.client import Peers
 from headrace.launch.sockets import unused_port
 from headrace.process.start import Start, print_ready, run_service
-from headrace.protocol import WorkerIdentity
+from headrace.protocol.common import WorkerIdentity
 from services.router.checkpoint import Checkpoint
 from services.router.core import Router
 from services.router.interfaces import PeerDialer

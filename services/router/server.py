@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from headrace import rpc, wire
-from headrace.protocol import FinalSummary
+from headrace.protocol.inference import FinalSummary
 from headrace.v1 import inference_pb2_grpc, router_pb2, router_pb2_grpc
 from services.router.core import Router
 

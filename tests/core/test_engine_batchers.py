@@ -15,7 +15,7 @@ from headrace.engine.offline import Engine
 from headrace.engine.prefill import PrefillBatcher
 from headrace.engine.request import DecodeSequence, PrefillJob, PrefillSequence
 from headrace.errors import Cancelled, InvalidRequest
-from headrace.protocol import FinishReason, SamplingParams
+from headrace.protocol.common import FinishReason, SamplingParams
 
 
 class Recorded:

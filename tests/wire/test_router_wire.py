@@ -24,7 +24,7 @@ from headrace.errors import (
     Unavailable,
 )
 from headrace.launch import sockets
-from headrace.protocol import FinishReason, WorkerIdentity
+from headrace.protocol.common import FinishReason, WorkerIdentity
 from headrace.v1 import (
     decode_pb2,
     decode_pb2_grpc,
