@@ -26,7 +26,6 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from headrace.client import DecodeClient, PrefillClient
 from headrace.clock import Clock, first_of
 from headrace.config import RegistryConfig
 from headrace.errors import ConfigError, HeadraceError
