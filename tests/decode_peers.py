@@ -7,8 +7,8 @@ import contextlib
 from dataclasses import dataclass, field
 
 from headrace.clock import Deadline, SystemClock
-from headrace.protocol.common import WorkerIdentity
 from headrace.protocol import decode as p
+from headrace.protocol.common import WorkerIdentity
 from headrace.rpc.links import DECODE_LINK, TOKEN_LINK, WRITER_LINK, LinkOpener, LinkSettings
 
 TIMEOUT_S = 10.0

@@ -9,9 +9,9 @@ from decode_fakes import ROUTER, WRITER, FakeTokenLink, decode_rank, run, settle
 
 from headrace import errors
 from headrace.clock import FakeClock
-from headrace.protocol.link import Done
 from headrace.protocol import common
 from headrace.protocol import decode as p
+from headrace.protocol.link import Done
 from services.decode.links import RouterCommands, RouterTokenLinks, WriterCommands, Writers
 
 LOST = errors.Unavailable("it did not come back", reason="LINK_LOST")

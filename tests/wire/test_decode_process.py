@@ -20,9 +20,9 @@ from headrace.errors import HeadraceError
 from headrace.launch.children import start_child, stop_child, wait_ready
 from headrace.launch.redis_server import BundledRedis
 from headrace.model.weights.random_checkpoint import write_random_checkpoint
+from headrace.protocol import decode as p
 from headrace.protocol.common import SamplingParams, WorkerIdentity
 from headrace.protocol.prefill import Committed, FirstTokens, PrefillCommand
-from headrace.protocol import decode as p
 from headrace.rpc.clients import Peers
 from headrace.rpc.links import PREFILL_LINK
 from headrace.rpc.promises import MeshKeys, verify
