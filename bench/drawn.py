@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from headrace.parallel.experts import LocalReceipt, Sent
-from kernels import grouped_linear
-from kernels.expert_dispatch import DevicePlan
-from kernels.fp8 import Fp8Rows
+from kernels.experts.expert_dispatch import DevicePlan
+from kernels.formats.fp8 import Fp8Rows
+from kernels.linear import grouped_linear
 
 DRAW_AT_ONCE = 1 << 18  # tokens whose choices are drawn together
 

@@ -120,7 +120,7 @@ def measure(
 
 
 def _row(engine: Engine, mode: str, count: int, repeats: int) -> dict[str, Any]:
-    vocab_size = engine.parts.transformer.config.vocab_size
+    vocab_size = engine.parts.transformer.vocab_size
     measure(engine, prompts(count, vocab_size), 4)
     timings = [measure(engine, prompts(count, vocab_size, seed)) for seed in range(repeats)]
     return {
@@ -147,7 +147,7 @@ def _ratios(
     for name, python in rivals.items():
         for count in (RATIO_STREAMS, 1) if name == "llama.cpp" else (RATIO_STREAMS,):
             engine = engines["fast"]
-            vocab_size = engine.parts.transformer.config.vocab_size
+            vocab_size = engine.parts.transformer.vocab_size
             batches = [prompts(count, vocab_size, 100 + turn) for turn in range(repeats)]
             measured = against.compare(
                 against.RIVALS[name],
@@ -171,7 +171,7 @@ def _measure_with_firsts(engine: Engine, batch: list[list[int]]) -> tuple[Timing
 
 def _one_stream(engine: Engine, mode: str, repeats: int, progress: Progress) -> dict[str, Any]:
     progress(f"where a one-stream step's time goes, {mode} mode")
-    batch = prompts(1, engine.parts.transformer.config.vocab_size)
+    batch = prompts(1, engine.parts.transformer.vocab_size)
     return {"mode": mode, **step_profile.run(engine, batch, repeats=repeats)}
 
 
@@ -181,7 +181,7 @@ def _agreement(engines: dict[str, Engine], count: int, progress: Progress) -> di
         return {"skipped": "needs both modes and at least one prompt"}
     progress(f"agreement of exact and fast mode over {count} prompts")
     draws = np.random.default_rng(7)
-    vocab_size = engines["exact"].parts.transformer.config.vocab_size
+    vocab_size = engines["exact"].parts.transformer.vocab_size
     batch = [draws.integers(16, vocab_size, length).tolist() for length in draws.integers(16, 129, count)]
     made = [
         [outputs[0].token_ids for outputs in engines[mode].generate(batch, _sampling(OUTPUT_TOKENS))] for mode in MODES

@@ -35,7 +35,7 @@ def run(
         flags = [f"model.directory={directory}", f"mesh.run_directory={state}", f"engine.exact={exact}"]
         config = configuration.load(flags=flags)
         parts = alone.open_engine(directory, mode, streams, config.engine.num_threads)
-        batch = alone.prompts(streams, parts.parts.transformer.config.vocab_size)
+        batch = alone.prompts(streams, parts.parts.transformer.vocab_size)
         progress("starting the mesh")
         began = time.monotonic()
         with Mesh(config, flags=flags) as mesh:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from bench.kernels.harness import Ceilings
-from bench.roofline import Op
-from headrace.model.deepseek_gpu import GpuTransformer
-from headrace.model.gpu_linear import ByRows, ExpertSwiglu, PlainLinear, PreparedLinear, Swiglu
+from headrace.model.deepseek.fused import FusedTransformer
+from headrace.model.deepseek.fused_linear import ByRows, ExpertSwiglu, PlainLinear, PreparedLinear, Swiglu
+from headrace.planning.ceilings import Ceilings
+from headrace.planning.roofline import Op
 
 MARKER = "spin_kernel"  # what torch.cuda._sleep launches
 LABELS: dict[str, tuple[str, ...]] = {
@@ -74,7 +74,7 @@ class _Markers:
 
 
 @contextlib.contextmanager
-def labels_on(transformer: GpuTransformer) -> Iterator[_Markers]:
+def labels_on(transformer: FusedTransformer) -> Iterator[_Markers]:
     """While it is open, every op of this model runs between markers."""
     markers = _Markers()
     with contextlib.ExitStack() as stack:
@@ -98,7 +98,7 @@ def labels_on(transformer: GpuTransformer) -> Iterator[_Markers]:
         yield markers
 
 
-def _name_products(transformer: GpuTransformer) -> None:
+def _name_products(transformer: FusedTransformer) -> None:
     for block in transformer.blocks:
         attention = block.attention
         named = [
@@ -117,7 +117,7 @@ def _name_products(transformer: GpuTransformer) -> None:
                     one.bench_label = label
 
 
-def kernel_times(transformer: GpuTransformer, call: Callable[[], Any]) -> dict[str, float]:
+def kernel_times(transformer: FusedTransformer, call: Callable[[], Any]) -> dict[str, float]:
     """Label, or `other: ` and the kernel's name -> microseconds on the device in one call."""
     torch.cuda.synchronize()
     with labels_on(transformer) as markers, torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profile:

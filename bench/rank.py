@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import op_times, roofline
+from bench import op_times
 from bench.drawn import DrawnExchange
-from bench.kernels.harness import Ceilings, measure_ceilings
+from bench.kernels.harness import measure_ceilings
 from bench.kernels.suite import host
 from headrace.config import EngineConfig
 from headrace.engine.decode import DecodeBatcher
@@ -30,9 +30,11 @@ from headrace.engine.offline import EngineParts
 from headrace.engine.prefill import PrefillBatcher
 from headrace.engine.request import DecodeSequence, PrefillJob, PrefillSequence
 from headrace.errors import ConfigError
-from headrace.model.deepseek_gpu import DecodeInputs
-from headrace.model.gpu_kernels import GpuKernels
-from headrace.model.random_weights import PUBLISHED, published_config, random_transformer
+from headrace.model.base import DecodeInputs
+from headrace.model.deepseek.fused_kernels import FusedKernels
+from headrace.model.weights.random_weights import PUBLISHED, published_config, random_transformer
+from headrace.planning import roofline
+from headrace.planning.ceilings import Ceilings
 from headrace.protocol.common import SamplingParams
 
 BLOCK_SIZE = 64
@@ -118,7 +120,7 @@ class RankBench:
         progress(f"ceilings: {self.ceilings}")
         torch.cuda.empty_cache()
         self.config = published_config(model, num_layers=num_layers)
-        kernels = GpuKernels(self.device)
+        kernels = FusedKernels(self.device)
         self.exchange = DrawnExchange(
             kernels,
             self.device,
@@ -149,7 +151,7 @@ class RankBench:
         """A pool of this dtype and the engine's runner over it."""
         gc.collect()
         torch.cuda.empty_cache()
-        self.transformer.pool_dtype = KV_DTYPES[kv_dtype]
+        self.transformer = self.transformer.with_pool_dtype(KV_DTYPES[kv_dtype])
         config = EngineConfig(
             device="cuda",
             exact=False,
@@ -261,10 +263,10 @@ class RankBench:
             "moe_chunk_tokens": chunk,
             "communication": NOT_INCLUDED,
         }
+        whole, self.transformer = self.transformer, self.transformer.with_chunks(dp_tokens=chunk)
         parts = self.open(kv_dtype, count * blocks, 1, length + 1)
         self.exchange.prepare(min(chunk or tokens, tokens))
         batcher = PrefillBatcher(parts.runner, tokens)
-        self.transformer.moe_dp_chunk_tokens = chunk
         try:
             profile = op_times.kernel_times(
                 self.transformer, lambda: self._prefill_once(batcher, count, length, blocks, 0)
@@ -274,7 +276,7 @@ class RankBench:
         except torch.OutOfMemoryError as error:
             return {**row, "skipped": str(error).partition(".")[0]}
         finally:
-            self.transformer.moe_dp_chunk_tokens = 0
+            self.transformer = whole
         share = roofline.Share(
             tokens=tokens,
             expert_rows=self.exchange.arrived(tokens),

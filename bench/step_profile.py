@@ -1,7 +1,7 @@
 """Where a decode step's time goes on a CPU, and what it takes when nothing but our C kernels is left of the model.
 
 An eager step walks the model in Python: each op plans its call, asks torch for memory and calls one C function. A
-replayed step (headrace/model/recorded.py) makes the same calls on the same shapes from one C function. The difference
+replayed step (headrace/engine/steps/replayed.py) makes the same calls on the same shapes from one C function. The difference
 is the dispatch, measured and not estimated: both make whole generations, and the same tokens.
 
 C calls are timed around ctypes, torch ops by torch's profiler (time inside of them, without the way in), each in runs of
@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from headrace.engine.offline import Engine
+from headrace.engine.steps.plain import PlainSteps
+from headrace.engine.steps.replayed import ReplayedSteps
 from headrace.protocol.common import SamplingParams
-from kernels import cpu_library
+from kernels.toolchain import cpu_library
 
 STEPS = 63
 PHASES = ("plan", "upload", "forward", "sample")
@@ -89,23 +91,22 @@ def run(engine: Engine, prompts: list[list[int]], *, repeats: int = 3) -> dict[s
     tokens_alike  whether both made the same tokens, which they must
     `skipped` says why there is none.
     """
-    transformer = engine.parts.transformer
-    recorded = getattr(transformer, "recorded", None)
-    if recorded is None:
+    runner, steps = engine.parts.runner, engine.parts.runner.steps
+    if not isinstance(steps, ReplayedSteps):
         return {
             "skipped": "decode steps are not replayed here: it needs the C kernels and engine.decode_graphs left open"
         }
     try:
-        transformer.recorded = None
+        runner.steps = PlainSteps(steps.model, steps.pool, steps.sampler)
         eager_tokens = _generate(engine, prompts)
         eager = _eager(engine, prompts, repeats)
-        transformer.recorded = recorded
+        runner.steps = steps
         tokens = _generate(engine, prompts)
-        if recorded.refused is not None:
-            return {"skipped": f"decode steps of this model are not replayed: {recorded.refused}"}
+        if steps.recorded.refused is not None:
+            return {"skipped": f"decode steps of this model are not replayed: {steps.recorded.refused}"}
         replayed = _replayed(engine, prompts, repeats)
     finally:
-        transformer.recorded = recorded
+        runner.steps = steps
     return {
         "streams": len(prompts),
         "eager": eager,
@@ -172,8 +173,8 @@ def _replayed(engine: Engine, prompts: list[list[int]], repeats: int) -> dict[st
 
 def _phases(engine: Engine, prompts: list[list[int]], repeats: int) -> dict[str, float]:
     """All in the same runs, so that they and `output` add up to those runs' step."""
-    runner = engine.parts.runner
-    owners = ((engine.decode, "plan"), (runner, "to_batch"), (runner, "forward"), (runner.sampler, "draw"))
+    steps = engine.parts.runner.steps
+    owners = ((engine.decode, "plan"), (steps, "batch_of"), (steps, "logits"), (steps.sampler, "draw"))
     seen: list[list[float]] = []
 
     @contextlib.contextmanager

@@ -1,18 +1,20 @@
 """Time as a collaborator, so that tests own it.
 
 `Clock.now()` is monotonic seconds; `wait(seconds)` suspends a coroutine, `call_later(seconds, function)` calls one. `Deadline` is a
-point on such a clock.
+point on such a clock. `first_of` and `within` are the two races that everyone runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
-from headrace.errors import DeadlineExceeded
+from headrace.errors import DeadlineExceeded, unwrap
+
+T = TypeVar("T")
 
 
 class Timer(Protocol):
@@ -126,3 +128,31 @@ class Deadline:
         """Raises DeadlineExceeded, naming `what` was being waited for, once the deadline has passed."""
         if self.clock.now() >= self.at:
             raise DeadlineExceeded(f"deadline passed while waiting for {what}")
+
+
+async def first_of(*works: Coroutine[Any, Any, Any]) -> int:
+    """Runs all of them until one has ended, cancels the others and waits for their end. Returns the place of the one that ended; raises
+    what it raised. A cancel of the caller cancels all."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            ended = next(place for place, task in enumerate(tasks) if task.done())
+            for task in tasks:
+                task.cancel()
+    except BaseExceptionGroup as group_error:
+        raise unwrap(group_error) from group_error
+    return ended
+
+
+async def within(clock: Clock, seconds: float, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns. Raises TimeoutError, once `work` has been cancelled and has ended, after `seconds` of `clock`."""
+    results: list[T] = []
+
+    async def run() -> None:
+        results.append(await work)
+
+    await first_of(run(), clock.wait(seconds))
+    if not results:
+        raise TimeoutError(f"not within {seconds:g} s")
+    return results[0]

@@ -44,7 +44,8 @@ def choose(backends: Sequence[Backend], device: Any, wanted: str | None = None, 
     reasons = {backend.name: backend.why_not(device) for backend in backends}
     for backend in backends:
         if reasons[backend.name] is None and wanted in (None, backend.name):
-            logger.info("kernel chosen", extra={"op": op, "backend": backend.name, "device": str(device)})
+            fields = {"op": op, "backend": backend.name, "device": str(device)}
+            logger.info("kernel chosen", extra={"fields": fields})  # as headrace.observe.logs reads them
             return backend
     asked = "no back end" if wanted is None else f"back end {wanted!r}"
     told = "; ".join(f"{name}: {reason or 'available'}" for name, reason in reasons.items())

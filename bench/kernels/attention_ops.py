@@ -13,8 +13,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from bench.kernels.harness import Candidate, Ceilings, Row, relative_error, rows_of
-from kernels import mla_decode, mla_prefill
+from bench.kernels.harness import Candidate, Row, relative_error, rows_of
+from headrace.planning.ceilings import Ceilings
+from kernels.attention import mla_decode, mla_prefill
 
 HEADS, LATENT, ROPE, BLOCK = 128, 512, 64, 64
 QK, VALUE = 192, 128

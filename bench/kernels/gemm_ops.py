@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
-from bench.kernels.harness import Candidate, Ceilings, Row, measure_ceilings, relative_error, rows_of, sets_for
-from kernels import fp8, fp8_linear, grouped_linear
-from kernels.fp8 import Fp8Rows, Fp8Weight
+from bench.kernels.harness import Candidate, Row, measure_ceilings, relative_error, rows_of, sets_for
+from headrace.planning.ceilings import Ceilings
+from kernels.formats import fp8
+from kernels.formats.fp8 import Fp8Rows, Fp8Weight
+from kernels.linear import fp8_linear, grouped_linear
 from kernels.select import choose
 
 EXPERTS = 8

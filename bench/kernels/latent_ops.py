@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
-from bench.kernels.harness import Candidate, Ceilings, Row, measure_ceilings, relative_error, rows_of, sets_for
-from kernels import concat_mla_k, latent_store, rope, rope_quantize, sampling
+from bench.kernels.harness import Candidate, Row, measure_ceilings, relative_error, rows_of, sets_for
+from headrace.planning.ceilings import Ceilings
+from kernels.attention import concat_mla_k, latent_store, rope, rope_quantize
+from kernels.rows import sampling
 
 HEADS, NOPE, VALUE, LATENT, ROPE, BLOCK, VOCAB = 128, 128, 128, 512, 64, 64, 129_280
 ROW = LATENT + ROPE

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
-from bench.kernels.harness import Candidate, Ceilings, Row, measure_ceilings, relative_error, rows_of, sets_for
-from kernels import fp8, grouped_linear, grouped_nvfp4, nvfp4, nvfp4_linear
+from bench.kernels.harness import Candidate, Row, measure_ceilings, relative_error, rows_of, sets_for
+from headrace.planning.ceilings import Ceilings
+from kernels.formats import fp8, nvfp4
+from kernels.linear import grouped_linear, grouped_nvfp4, nvfp4_linear
 
 EXPERTS = 8
 GROUPED_SHAPES = ((4096, 7168), (7168, 2048))  # gate_up and down of one routed expert

@@ -14,8 +14,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from bench.kernels.harness import Candidate, Ceilings, Row, measure_ceilings, relative_error, rows_of, sets_for
-from kernels import block_checksum, expert_dispatch, fp8, gate, rms_norm, silu_mul
+from bench.kernels.harness import Candidate, Row, measure_ceilings, relative_error, rows_of, sets_for
+from headrace.planning.ceilings import Ceilings
+from kernels.experts import expert_dispatch, gate
+from kernels.formats import fp8
+from kernels.rows import block_checksum, rms_norm, silu_mul
 from kernels.select import Backend
 
 HIDDEN, INNER, Q_LORA, QKV_A, ROW, HEADS_VALUE = 7168, 2048, 1536, 2112, 576, 128 * 128

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from headrace.cache.latent import LatentPool
-from kernels.block_checksum import BACKENDS, checksum
+from kernels.rows.block_checksum import BACKENDS, checksum
 from kernels.select import choose
 
 HIGH_PRIORITY = -1

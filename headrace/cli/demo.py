@@ -20,7 +20,7 @@ from headrace.client import Client
 from headrace.config import Config
 from headrace.errors import InternalError
 from headrace.launch.local import Mesh
-from headrace.observe import telemetry
+from headrace.observe import ring
 
 STORY = "Once upon a time there was a little girl who lived"
 STAGES = ("router.generate", "prefill.forward", "prefill.push", "decode.commit", "decode.generate", "router.stream")
@@ -88,7 +88,7 @@ def _ask(
     answer = collect(events) if as_json else show(events)
     assert answer.final is not None
     usage = answer.final.usage
-    spans = telemetry.wait_trace(ring_directory(config), answer.final.trace_id, STAGES)
+    spans = ring.wait_trace(ring_directory(config), answer.final.trace_id, STAGES)
     if not as_json:
         print()
         draw_spans(console, spans)

@@ -90,12 +90,13 @@ def _engine(config: Config) -> Iterator[Finding]:
 def ops() -> Iterator[tuple[str, Backend]]:
     """Every back end of every list in `kernels/`, best first: `gate`, or `mla_decode, device` for DEVICE_BACKENDS there."""
     seen: list[object] = []
-    for entry in pkgutil.iter_modules(kernels.__path__):
-        for name, value in vars(importlib.import_module(f"kernels.{entry.name}")).items():
+    for entry in pkgutil.walk_packages(kernels.__path__, "kernels."):
+        op = entry.name.rpartition(".")[2]
+        for name, value in vars(importlib.import_module(entry.name)).items():
             if _is_backends(value) and not any(value is other for other in seen):
                 seen.append(value)
                 form = name.lower().removesuffix("backends").strip("_").replace("_", " ")
-                yield from ((f"{entry.name}, {form}" if form else entry.name, backend) for backend in value)
+                yield from ((f"{op}, {form}" if form else op, backend) for backend in value)
 
 
 def _is_backends(value: object) -> bool:
@@ -115,10 +116,14 @@ def _look(op: str, backend: Backend, device) -> Finding:
 
 
 def _exact_mode(config: Config) -> str:
-    from headrace.model.exact import exact_self_test
-    from headrace.model.weights import load_transformer
+    import torch
 
-    model = load_transformer(configuration.model_directory(config), exact=True)
+    from headrace.engine.exact import exact_self_test
+    from headrace.model.base import ModelOptions
+    from headrace.model.families import family_of
+
+    directory = configuration.model_directory(config)
+    model = family_of(directory).load(directory, torch.device("cpu"), ModelOptions(exact=True))
     reason = exact_self_test(model)
     if reason is not None:
         raise ConfigError(reason, field="engine.exact")

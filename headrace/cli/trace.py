@@ -16,7 +16,7 @@ from headrace.cli import options
 from headrace.cli.waterfall import Bar, draw, note
 from headrace.config import Config
 from headrace.errors import NotFound
-from headrace.observe import telemetry
+from headrace.observe import ring
 
 
 def trace(
@@ -28,7 +28,7 @@ def trace(
     """Draw where the time of a request went."""
     config = options.load(config_file, flags)
     directory = ring_directory(config)
-    spans = telemetry.trace(directory, which)
+    spans = ring.trace(directory, which)
     if not spans:
         raise NotFound(f"no trace{f' {which}' if which else ''} in {directory}")
     if as_json:
@@ -43,7 +43,7 @@ def ring_directory(config: Config) -> Path:
     return Path(own) if own else configuration.run_directory(config) / "traces"
 
 
-def draw_spans(console: Console, spans: Sequence[telemetry.Span]) -> None:
+def draw_spans(console: Console, spans: Sequence[ring.Span]) -> None:
     """The waterfall of one trace."""
     zero = min(span.start_s for span in spans)
     bars = []

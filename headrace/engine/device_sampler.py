@@ -16,13 +16,13 @@ from headrace.engine import noise
 from headrace.engine.sampler import Drawn, Sampled, Sampler, Uncounted
 from headrace.engine.sampling_table import Need, SamplingTable
 from headrace.engine.step import TopColumns
-from headrace.engine.upload import Readback, upload
-from kernels import sampling
+from headrace.model.upload import Readback, upload
+from kernels.rows import sampling
 from kernels.select import choose
 
 
 class Columns(NamedTuple):
-    """What kernels/sampling.py takes beside logits, [n] each: int64, fp32, int32, fp32, fp32. On the host or the device."""
+    """What kernels/rows/sampling.py takes beside logits, [n] each: int64, fp32, int32, fp32, fp32. On the host or the device."""
 
     keys: np.ndarray
     temperature: np.ndarray

@@ -16,15 +16,18 @@ import torch
 from headrace.cache.blocks import BlockPool
 from headrace.cache.latent import LatentPool
 from headrace.config import EngineConfig
+from headrace.engine import fast_choice
 from headrace.engine.decode import DecodeBatcher
+from headrace.engine.exact import exact_self_test
 from headrace.engine.prefill import PrefillBatcher
 from headrace.engine.request import DecodeSequence, PrefillJob, PrefillSequence, SampledToken
 from headrace.engine.runner import Runner
 from headrace.engine.sampler import Sampler
+from headrace.engine.steps.plain import PlainSteps
+from headrace.engine.steps.replayed import ReplayedSteps
 from headrace.errors import ConfigError, InvalidRequest
-from headrace.model.deepseek import Transformer
-from headrace.model.exact import exact_self_test
-from headrace.model.weights import load_transformer
+from headrace.model.base import Model, ModelOptions, Stepping
+from headrace.model.families import family_of
 from headrace.protocol.common import FinishReason, SamplingParams
 from headrace.protocol.prefill import FirstToken
 
@@ -33,7 +36,7 @@ from headrace.protocol.prefill import FirstToken
 class EngineParts:
     """A loaded model, the pool its rows live in, who owns which block, and the runner over them."""
 
-    transformer: Transformer
+    transformer: Model
     pool: LatentPool
     blocks: BlockPool
     runner: Runner
@@ -51,10 +54,10 @@ class EngineParts:
         return cls.over(transformer, config, max_context_tokens=max_context_tokens)
 
     @classmethod
-    def over(cls, transformer: Transformer, config: EngineConfig, *, max_context_tokens: int = 0) -> EngineParts:
+    def over(cls, transformer: Model, config: EngineConfig, *, max_context_tokens: int = 0) -> EngineParts:
         """A pool, block owners and a runner for a model that is loaded already."""
-        model = transformer.config
-        longest = model.max_position_embeddings
+        longest, (region, *others) = transformer.max_context_tokens, transformer.kv_regions
+        assert not others, "a pool has rows of one region yet"
         if max_context_tokens > longest:
             raise ConfigError(
                 f"model.max_context_tokens = {max_context_tokens}, the checkpoint ends at {longest}",
@@ -62,10 +65,10 @@ class EngineParts:
             )
         block_size = config.block_size or (16 if transformer.device.type == "cpu" else 64)
         pool = LatentPool(
-            model.num_hidden_layers,
+            region.num_layers,
             config.num_blocks,
             block_size,
-            model.row_dim,
+            region.row_width,
             transformer.pool_dtype,
             transformer.device,
         )
@@ -74,17 +77,20 @@ class EngineParts:
         return cls(transformer, pool, BlockPool(config.num_blocks, block_size), runner, max_context)
 
 
-def _runner(transformer: Transformer, pool: LatentPool, config: EngineConfig, max_context: int) -> Runner:
-    """Step by step with the host's sampler on a CPU; on an accelerator a step ahead, over fixed buffers and graphs."""
+def _runner(transformer: Model, pool: LatentPool, config: EngineConfig, max_context: int) -> Runner:
+    """Decode steps in the best way that the model offers; on an accelerator one step ahead of the host."""
     on_cpu = transformer.device.type == "cpu"
-    if not hasattr(transformer, "decode"):
-        sampler = Sampler(transformer.config.vocab_size, transformer.device)
-        return Runner(transformer, pool, sampler, max_context, steps_ahead=int(config.async_scheduling or 0))
+    if transformer.stepping is not Stepping.GRAPHS:
+        sampler = Sampler(transformer.vocab_size, transformer.device)
+        replays = transformer.stepping is Stepping.REPLAYED and config.decode_graphs is not False
+        steps = (ReplayedSteps if replays else PlainSteps)(transformer, pool, sampler)
+        ahead = int(config.async_scheduling or 0)
+        return Runner(transformer, pool, sampler, max_context, steps=steps, steps_ahead=ahead)
     ahead = int(not on_cpu if config.async_scheduling is None else config.async_scheduling)
     from headrace.engine.device_sampler import DeviceSampler
-    from headrace.engine.graphs import DecodeGraphs, sizes_up_to
+    from headrace.engine.steps.graphs import DecodeGraphs, sizes_up_to
 
-    sampler = DeviceSampler(transformer.config.vocab_size, transformer.device)
+    sampler = DeviceSampler(transformer.vocab_size, transformer.device)
     steps = DecodeGraphs(
         transformer,
         pool,
@@ -96,21 +102,23 @@ def _runner(transformer: Transformer, pool: LatentPool, config: EngineConfig, ma
     return Runner(transformer, pool, sampler, max_context, steps=steps, steps_ahead=ahead)
 
 
-def load_configured(directory: str | Path, config: EngineConfig) -> Transformer:
+def load_configured(directory: str | Path, config: EngineConfig) -> Model:
     """The checkpoint on the device and in the mode of these settings; torch's thread count is set. Raises CheckpointError, and
     ConfigError for a device that this host does not have."""
     device = _usable_device(config.device)
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    exact = device.type == "cpu" if config.exact is None else config.exact
-    transformer = load_transformer(
-        directory, device=device, exact=exact, weight_dtype=config.weight_dtype, kv_dtype=config.kv_dtype
+    options = ModelOptions(
+        exact=device.type == "cpu" if config.exact is None else config.exact,
+        weight_dtype=config.weight_dtype,
+        kv_dtype=config.kv_dtype,
+        moe_dp_chunk_tokens=config.moe_dp_chunk_tokens,
+        moe_activation_chunk_tokens=config.moe_activation_chunk_tokens,
     )
-    transformer.moe_dp_chunk_tokens = config.moe_dp_chunk_tokens
-    transformer.moe_activation_chunk_tokens = config.moe_activation_chunk_tokens
-    if config.decode_graphs is False and device.type == "cpu":
-        transformer.recorded = None
-    return transformer
+    family, directory = family_of(directory), Path(directory)
+    if device.type == "cpu" and not options.exact:
+        options = fast_choice.chosen(family, directory, device, options)
+    return family.load(directory, device, options)
 
 
 def _usable_device(name: str) -> torch.device:

@@ -15,13 +15,13 @@ from headrace.cache.blocks import BlockPool
 from headrace.cache.latent import LatentPool
 from headrace.cache.rows import Rows
 from headrace.config import Config, TransferConfig
+from headrace.engine.exact import exact_self_test
 from headrace.engine.offline import EngineParts, load_configured
 from headrace.engine.runner import Runner
 from headrace.engine.streams import use_own_stream
 from headrace.engine.thread import EngineThread
 from headrace.errors import ConfigError
-from headrace.model.deepseek import Transformer
-from headrace.model.exact import exact_self_test
+from headrace.model.base import Model
 from headrace.observe import logs
 from headrace.protocol.common import (
     KvLayout,
@@ -51,7 +51,7 @@ class Worker:
     """The parts of one worker process, made from its settings by `open_worker`."""
 
     config: Config
-    transformer: Transformer
+    transformer: Model
     latent: LatentPool
     blocks: BlockPool
     runner: Runner
@@ -83,9 +83,7 @@ class Worker:
         )
 
 
-def open_worker(
-    config: Config, *, engine: EngineThread | None = None, transformer: Transformer | None = None
-) -> Worker:
+def open_worker(config: Config, *, engine: EngineThread | None = None, transformer: Model | None = None) -> Worker:
     """Loads the model and makes its pool; blocks for seconds. A second worker of one process shares `engine` and
     `transformer` and gets a pool of its own. Raises ConfigError and CheckpointError."""
     transformer = transformer or load_model(config)
@@ -95,10 +93,10 @@ def open_worker(
         why = str(error).partition("\n")[0]
         text = f"engine.num_blocks = {config.engine.num_blocks}: no pool of that size can be made: {why}"
         raise ConfigError(text, field="engine.num_blocks") from error
-    model, latent = transformer.config, parts.pool
+    (region,), latent = transformer.kv_regions, parts.pool
     directory = configuration.model_directory(config)
     layout = KvLayout(
-        regions=(KvRegion("latent", model.num_hidden_layers, model.row_dim, _FORMATS[latent.rows.dtype]),),
+        regions=(KvRegion(region.name, region.num_layers, region.row_width, _FORMATS[latent.rows.dtype]),),
         block_size=latent.block_size,
         rope_order=RopeOrder.INTERLEAVED,
         model_fingerprint=model_fingerprint(directory),
@@ -124,7 +122,7 @@ def transfer_environment(config: TransferConfig) -> dict[str, str]:
     )
 
 
-def load_model(config: Config) -> Transformer:
+def load_model(config: Config) -> Model:
     """The checkpoint in the mode the settings ask for; exact mode is proved on this host or refused."""
     transformer = load_configured(configuration.model_directory(config), config.engine)
     if transformer.exact and (reason := exact_self_test(transformer)) is not None:

@@ -22,7 +22,7 @@ from headrace.engine.choice import Batched, Choice, Cuts, RowByRow, argmax
 from headrace.engine.request import finish_reason
 from headrace.engine.sampling_table import Need, SamplingTable, TokenCounts
 from headrace.engine.step import Top, TopColumns
-from headrace.engine.upload import upload
+from headrace.model.upload import upload
 
 __all__ = ["Drawn", "Need", "Sampled", "Sampler", "SamplingTable", "TokenCounts", "finish_reason"]
 

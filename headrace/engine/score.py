@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from headrace.engine.batches import plan_prefill
 from headrace.engine.offline import EngineParts
 from headrace.engine.request import PrefillSequence
-from headrace.engine.runner import plan_prefill
 
 
 def prompt_logprobs(parts: EngineParts, token_ids: Sequence[int]) -> np.ndarray:

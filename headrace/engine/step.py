@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from headrace.engine.request import SampledToken
-from headrace.engine.upload import upload
+from headrace.model.upload import upload
 from headrace.protocol.common import FinishReason
 
 Top = tuple[tuple[int, float], ...]

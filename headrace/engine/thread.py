@@ -7,7 +7,6 @@ variable and costs no CPU.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -15,8 +14,9 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from headrace.errors import Unavailable
+from headrace.observe import logs
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 class WorkSource(Protocol):
@@ -86,7 +86,7 @@ class EngineThread:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         if self._thread.is_alive():
-            log.error("engine thread did not stop", extra={"timeout_s": timeout_s})
+            log.error("engine thread did not stop", timeout_s=timeout_s)
         return not self._thread.is_alive()
 
     def _submit(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
@@ -102,7 +102,7 @@ class EngineThread:
         try:
             self._prepare()
         except Exception as error:
-            log.exception("the engine thread cannot be prepared")
+            log.error("the engine thread cannot be prepared", error=error)
             with self._changed:
                 self._stopping, self._why = True, f"the engine could not start: {error}"
             self._refuse_calls()
@@ -136,11 +136,11 @@ class EngineThread:
         try:
             source.run_once()
         except Exception as error:
-            log.exception("a forward failed")
+            log.error("a forward failed", error=error)
             try:
                 source.on_error(error)
-            except Exception:
-                log.exception("a source could not report its failure")
+            except Exception as silent:
+                log.error("a source could not report its failure", error=silent)
 
     def _refuse_calls(self) -> None:
         while self._calls:

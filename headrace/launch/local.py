@@ -25,6 +25,9 @@ from headrace.launch.redis_server import BundledRedis
 from headrace.launch.sockets import PortClaims
 from headrace.rpc.channel import is_serving
 
+WORKERS = {"prefill": "prefill", "decode": "decode", "aggregated": "decode"}
+"""Services that compute -> the part of the settings that lists their devices."""
+
 
 @dataclass(frozen=True)
 class ProcessPlan:
@@ -73,9 +76,10 @@ def plan(config: Config, *, aggregated: bool = False, claims: PortClaims | None 
 
 def _plan(config: Config, aggregated: bool, claims: PortClaims) -> MeshPlan:
     ranks = [("router", 1), ("kvstore", 1)]
-    if not aggregated:
-        ranks.append(("prefill", config.mesh.prefill_ranks))
-    ranks.append(("decode", config.mesh.decode_ranks))
+    if aggregated:
+        ranks.append(("aggregated", configuration.num_ranks(config.decode)))
+    else:
+        ranks += [(role, configuration.num_ranks(getattr(config, role))) for role in ("prefill", "decode")]
 
     def next_port() -> int:
         return claims.take(config.mesh.host, config.mesh.base_port)
@@ -181,7 +185,7 @@ class Mesh:
                 environment=configuration.THREAD_ENVIRONMENT,
                 stdout=subprocess.PIPE,
                 stderr=output,
-                directory=Path(__file__).parents[1],
+                directory=configuration.CHECKOUT,
             )
         self.running[process.name] = Running(process, child, log)
         return self.running[process.name]
@@ -246,19 +250,23 @@ class Mesh:
             f"mesh.run_directory={self.plan.run_directory}",
             f"transfer.backend={self.config.transfer.backend}",
             f"model.directory={configuration.model_directory(self.config)}",
-            f"engine.num_threads={self._threads_each()}",
+            f"engine.num_threads={self._threads_of(process)}",
         ):
             command += ["--set", flag]
-        if self.plan.aggregated and process.service == "decode":
-            command.append("--aggregated")
         return command
 
-    def _threads_each(self) -> int:
-        """Torch threads of one worker: as configured, else this host's cores shared between the workers."""
-        if self.config.engine.num_threads or self.config.engine.device != "cpu":
+    def _threads_of(self, process: ProcessPlan) -> int:
+        """Torch threads of a process: as configured, else this host's cores shared between the ranks that compute on them."""
+        sharing = [one for one in self.plan.processes if self._computes_on_cpu(one)]
+        if self.config.engine.num_threads or process not in sharing:
             return self.config.engine.num_threads
-        workers = sum(process.service in ("prefill", "decode") for process in self.plan.processes)
-        return max(1, len(os.sched_getaffinity(0)) // workers)
+        return max(1, len(os.sched_getaffinity(0)) // len(sharing))
+
+    def _computes_on_cpu(self, process: ProcessPlan) -> bool:
+        if process.service not in WORKERS:
+            return False
+        engine = configuration.engine_of(self.config, WORKERS[process.service], process.rank)
+        return engine.device.partition(":")[0] == "cpu"
 
     def _wait_ready(self, running: Running, deadline: float) -> None:
         try:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from kernels.fp8 import Fp8Rows
+from kernels.formats.fp8 import Fp8Rows
 
 MOST_KEPT = 512
 """Columns for up to so many tokens are kept: decode steps, which come in few sizes and whose graphs should not fill them anew."""

@@ -26,7 +26,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from headrace.clock import Clock
+from headrace.clock import Clock, first_of
 from headrace.config import RegistryConfig
 from headrace.errors import ConfigError, HeadraceError
 from headrace.observe import logs
@@ -260,11 +260,7 @@ class Registry:
             await self._pause()
 
     async def _pause(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            waits = [tasks.create_task(self._clock.wait(POLL_S)), tasks.create_task(self._hint.wait())]
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for wait in waits:
-                wait.cancel()
+        await first_of(self._clock.wait(POLL_S), self._hint.wait())
 
     async def _take(self, found: dict[str, str]) -> None:
         """Makes what Redis says the view; asks those it does not name whether they are there."""

@@ -1,52 +1,32 @@
-"""One decode rank: `python -m services.decode`; with `--aggregated` it prefills too, in this process."""
+"""One decode rank: `python -m services.decode`."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import dataclasses
-import sys
-
 from headrace import config as configuration
-from headrace import rpc, transfer
-from headrace.client import Peers
-from headrace.engine.rank import open_worker, transfer_environment
-from headrace.process import start as process
-from headrace.process.start import Start
-from headrace.protocol import WorkerIdentity
+from headrace import transfer
+from headrace.process.start import Start, run_service
+from headrace.process.worker import open_worker_process
+from headrace.rpc.promises import MeshKeys
 from services.decode import server
-from services.decode.compose import open_decoder
+from services.decode.wiring import open_decoder
 
 
 async def main(start: Start) -> None:
     """Loads, warms up, serves, drains."""
-    config = start.config
-    backend, host = config.transfer.backend, config.mesh.host
-    configuration.check_separate(config)
-    configuration.apply_environment(transfer_environment(config.transfer))
-    worker = await asyncio.to_thread(open_worker, config)
-    worker.engine.start()
-    async with contextlib.AsyncExitStack() as stack:
-        stack.callback(worker.engine.stop)
-        peers = Peers()
-        stack.push_async_callback(peers.close)
-        start = dataclasses.replace(start, port=start.port or rpc.unused_port(host))
-        identity = WorkerIdentity(f"{host}:{start.port}", start.epoch)
-        reached_at = identity.address if backend == "grpc" else host
-        target = transfer.open_target(backend, worker.latent.rows, reached_at)
-        stack.callback(target.close)
-        registry = await stack.enter_async_context(start.open_registry())
-        opened = open_decoder(start, worker, identity, peers, target, transfer=backend)
-        core = await stack.enter_async_context(opened)
+    configuration.check_separate(start.config)
+    backend = start.config.transfer.backend
+    async with open_worker_process(start) as process:
+        reached_at = process.identity.address if backend == "grpc" else start.config.mesh.host
+        target = transfer.open_target(backend, process.worker.latent.rows, reached_at)
+        process.stack.callback(target.close)
+        keys = MeshKeys.load(start.config.mesh.key_file)
+        opened = await process.stack.enter_async_context(
+            open_decoder(process.start, process.worker, process.identity, target, keys, transfer=backend)
+        )
         write_rows = getattr(target, "write", None) if backend == "grpc" else None
-        grpc_server, _ = await start.listen(server.register(core, write_rows), (server.SERVICE,))
-        stack.push_async_callback(grpc_server.stop, None)
-        await process.serve(start, grpc_server, registry, {"role": "decode", "model": worker.model_name}, core.drain)
+        register = server.register(opened.core, opened.links, write_rows)
+        await process.serve(register, (server.SERVICE,), opened.drain, roles=("decode",))
 
 
 if __name__ == "__main__":
-    if "--aggregated" in sys.argv[1:]:
-        from services.decode import aggregated
-
-        process.run_service("decode", aggregated.main, [word for word in sys.argv[1:] if word != "--aggregated"])
-    process.run_service("decode", main)
+    run_service("decode", main)

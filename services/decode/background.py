@@ -27,15 +27,6 @@ class Background:
         task.add_done_callback(self._running.discard)
         return task
 
-    async def wait_first(self, *works: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        """Returns when the first of `works` has ended; the others are cancelled."""
-        tasks = [self.spawn(work) for work in works]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-
     def cancel(self) -> None:
         """Ends them all."""
         for task in list(self._running):

@@ -8,17 +8,16 @@ an earlier *generation* needs no answer any more.
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 from collections.abc import Callable
 
-from headrace.clock import Clock
+from headrace.clock import first_of
 from headrace.errors import TransferError
 from headrace.observe import logs, telemetry
-from headrace.process.faults import Faults
-from headrace.protocol import StopState, TargetDescriptor, WorkerIdentity
+from headrace.protocol.common import WorkerIdentity
+from headrace.protocol.decode import StopState, TargetDescriptor
 from services.decode.background import Background
-from services.decode.ports import StopWriter, Target
+from services.decode.interfaces import Collaborators
 
 log = logs.get(__name__)
 
@@ -32,18 +31,16 @@ class Quarantine:
 
     def __init__(
         self,
-        clock: Clock,
-        target: Target,
-        stop_writer: StopWriter,
+        collaborators: Collaborators,
         background: Background,
-        faults: Faults,
         *,
         silence_s: float,
         stop_wait_s: float,
         on_fenced: Callable[[], None],
     ):
-        self._clock, self._target, self._stop_writer = clock, target, stop_writer
-        self._background, self._faults, self._on_fenced = background, faults, on_fenced
+        self._clock, self._target = collaborators.clock, collaborators.target
+        self._stop_writer, self._faults = collaborators.stop_writer, collaborators.faults
+        self._background, self._on_fenced = background, on_fenced
         self._silence_s, self._stop_wait_s = silence_s, stop_wait_s
         self._silent_until: dict[str, float] = {}
         """Reservations whose writer has not answered -> when that becomes a fence."""
@@ -66,9 +63,8 @@ class Quarantine:
         self._silent_until[reservation_id] = self._clock.now() + self._silence_s
         try:
             drained, fenced = asyncio.Event(), self._fenced
-            asking = functools.partial(self._ask, writer, reservation_id, drained)
             while not drained.is_set() and generation == self.generation:
-                await self._background.wait_first(asking, fenced.wait)
+                await first_of(self._ask(writer, reservation_id, drained), fenced.wait())
         finally:
             self._silent_until.pop(reservation_id, None)
 

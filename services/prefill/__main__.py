@@ -2,50 +2,42 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import dataclasses
-
 from headrace import config as configuration
-from headrace import rpc, transfer
-from headrace.client import Peers, RowSender
-from headrace.engine.rank import open_worker, transfer_environment
-from headrace.process import start as process
-from headrace.process.start import Start
-from headrace.protocol import WorkerIdentity
+from headrace import transfer
+from headrace.process.start import Start, run_service
+from headrace.process.worker import open_worker_process
+from headrace.rpc.clients import RowSender
 from services.prefill import server
-from services.prefill.compose import open_prefiller
+from services.prefill.wiring import open_prefiller
 
 
 async def main(start: Start) -> None:
     """Loads, serves, drains."""
-    config = start.config
-    configuration.check_separate(config)
-    configuration.apply_environment(transfer_environment(config.transfer))
-    worker = await asyncio.to_thread(open_worker, config)
-    worker.engine.start()
-    async with contextlib.AsyncExitStack() as stack:
-        stack.callback(worker.engine.stop)
-        peers = Peers()
-        stack.push_async_callback(peers.close)
-        send_rows = stack.enter_context(RowSender(config.transfer.timeout_s))
+    configuration.check_separate(start.config)
+    settings = start.config.transfer
+    async with open_worker_process(start) as process:
+        send_rows = process.stack.enter_context(RowSender(settings.timeout_s))
         source = transfer.open_source(
-            config.transfer.backend,
-            worker.latent.rows,
-            config.mesh.host,
-            timeout_s=config.transfer.timeout_s,
+            settings.backend,
+            process.worker.latent.rows,
+            start.config.mesh.host,
+            timeout_s=settings.timeout_s,
             send=send_rows,
         )
-        stack.callback(source.close)
-        start = dataclasses.replace(start, port=start.port or rpc.unused_port(config.mesh.host))
-        identity = WorkerIdentity(f"{config.mesh.host}:{start.port}", start.epoch)
-        registry = await stack.enter_async_context(start.open_registry())
-        opened = open_prefiller(start, worker, identity, registry, peers, source, transfer=config.transfer.backend)
-        core = await stack.enter_async_context(opened)
-        grpc_server, _ = await start.listen(server.register(core), (server.SERVICE,))
-        stack.push_async_callback(grpc_server.stop, None)
-        await process.serve(start, grpc_server, registry, {"role": "prefill", "model": worker.model_name}, core.drain)
+        process.stack.callback(source.close)
+        opened = await process.stack.enter_async_context(
+            open_prefiller(
+                process.start,
+                process.worker,
+                process.identity,
+                process.registry,
+                source,
+                process.keys,
+                transfer=settings.backend,
+            )
+        )
+        await process.serve(server.register(opened), (server.SERVICE,), opened.drain, roles=("prefill",))
 
 
 if __name__ == "__main__":
-    process.run_service("prefill", main)
+    run_service("prefill", main)

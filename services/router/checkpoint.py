@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.errors import CheckpointError, InvalidRequest
-from headrace.model.config import ModelConfig
+from headrace.model.deepseek.config import ModelConfig
 from headrace.protocol.inference import ModelInfo
 from headrace.text.chat import ChatTemplate
 from headrace.text.tokenizer import Tokenizer

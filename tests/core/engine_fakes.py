@@ -7,7 +7,6 @@ through the block table: a lost, shifted or stale row changes every later token.
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -18,7 +17,8 @@ from headrace.config import EngineConfig
 from headrace.engine.offline import EngineParts
 from headrace.engine.runner import Runner
 from headrace.engine.sampler import Sampler
-from headrace.model.random_checkpoint import write_random_checkpoint
+from headrace.model.base import KvRegion, Stepping
+from headrace.model.weights.random_checkpoint import write_random_checkpoint
 
 VOCAB = 211
 NUM_LAYERS = 2
@@ -30,9 +30,8 @@ class ToyTransformer:
     def __init__(self, vocab_size: int = VOCAB, max_context: int = 256):
         self.device = torch.device("cpu")
         self.exact, self.dtype, self.pool_dtype = True, torch.float32, torch.float32
-        self.config = SimpleNamespace(
-            num_hidden_layers=NUM_LAYERS, row_dim=2, vocab_size=vocab_size, max_position_embeddings=max_context
-        )
+        self.vocab_size, self.max_context_tokens = vocab_size, max_context
+        self.kv_regions, self.stepping = (KvRegion("toy", NUM_LAYERS, 2),), Stepping.PLAIN
         self.batches: list[tuple[str, list[int]]] = []
         self.fail_with: Exception | None = None
         self.shift = np.zeros(vocab_size, np.float32)
@@ -60,8 +59,7 @@ class ToyTransformer:
         assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0, :, 1], at.float()), "a row is not where it belongs"
         seed = np.random.SeedSequence(rows[0, :, 0].to(torch.int64).tolist())
         return (
-            np.random.Generator(np.random.PCG64(seed)).uniform(-4, 4, self.config.vocab_size).astype(np.float32)
-            + self.shift
+            np.random.Generator(np.random.PCG64(seed)).uniform(-4, 4, self.vocab_size).astype(np.float32) + self.shift
         )
 
 

@@ -1,4 +1,4 @@
-"""Drives a Transformer over sequences the way an engine would: blocks, slots, batches. Shared by the model tests."""
+"""Drives a model over sequences the way an engine would: blocks, slots, batches. Shared by the model tests."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ from collections.abc import Sequence
 import torch
 
 from headrace.cache.latent import LatentPool
-from headrace.model.deepseek import ForwardBatch, Transformer
+from headrace.engine.steps.replayed import RecordedSteps
+from headrace.model.base import ForwardBatch, Model
 
 
 class Driver:
     """Keeps one pool and, per sequence name, its tokens' blocks. Blocks are handed out in a shuffled order."""
 
-    def __init__(self, model: Transformer, *, num_blocks: int = 256, block_size: int = 16, seed: int = 0):
-        self.model = model
-        config = model.config
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_blocks: int = 256,
+        block_size: int = 16,
+        seed: int = 0,
+        recorded: RecordedSteps | None = None,
+    ):
+        self.model, self.recorded = model, recorded
+        (region,) = model.kv_regions
         self.pool = LatentPool(
-            config.num_hidden_layers, num_blocks, block_size, config.row_dim, model.pool_dtype, model.device
+            region.num_layers, num_blocks, block_size, region.row_width, model.pool_dtype, model.device
         )
         self.pool.rows.fill_(float("nan"))  # nobody may read a row that was not written
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
@@ -47,7 +56,10 @@ class Driver:
             context_lens=[self.length[name] for name, _ in work],
             logit_indices=torch.arange(len(token_ids)),
         )
-        logits = self.model.forward(batch, self.pool, phase=phase, on_layer=on_layer)
+        if phase == "decode" and self.recorded is not None:
+            logits = self.recorded.logits(batch, self.pool)
+        else:
+            logits = self.model.forward(batch, self.pool, phase=phase, on_layer=on_layer)
         return {name: logits[a:b] for (name, _), a, b in zip(work, starts, starts[1:], strict=False)}
 
     def rows(self, name: str) -> torch.Tensor:

@@ -14,7 +14,7 @@ from bench import against, step_profile
 from bench import engine as bench
 from bench.against import Rival, Timing
 from headrace.errors import ConfigError
-from kernels import cpu_library
+from kernels.toolchain import cpu_library
 
 
 def test_every_stream_count_and_mode_gets_a_row_and_what_is_missing_says_why(tmp_path):

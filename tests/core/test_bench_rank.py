@@ -7,11 +7,12 @@ import torch
 
 from bench import op_times
 from bench.drawn import DrawnExchange
-from bench.kernels.harness import Ceilings, relative_error, sets_for
-from bench.roofline import Op, Share, step_ops, total_us
-from headrace.model.gpu_kernels import GpuKernels
-from headrace.model.random_weights import published_config
-from kernels import grouped_linear
+from bench.kernels.harness import relative_error, sets_for
+from headrace.model.deepseek.fused_kernels import FusedKernels
+from headrace.model.weights.random_weights import published_config
+from headrace.planning.ceilings import Ceilings
+from headrace.planning.roofline import Op, Share, step_ops, total_us
+from kernels.linear import grouped_linear
 
 CEILINGS = Ceilings(copy_gb_s=4000.0, bf16_tflops=800.0, fp8_tflops=1000.0)
 
@@ -57,7 +58,7 @@ def test_a_step_is_the_sum_of_its_ops():
 
 
 def test_drawn_rows_arrive_as_thirty_two_ranks_would_send_them():
-    kernels = GpuKernels(torch.device("cpu"))
+    kernels = FusedKernels(torch.device("cpu"))
     exchange = DrawnExchange(kernels, torch.device("cpu"), num_experts=256, ranks=32, top_k=8)
     tokens, hidden = 48, 256
     arrived = exchange.arrived(tokens)
@@ -82,7 +83,7 @@ def test_drawn_rows_arrive_as_thirty_two_ranks_would_send_them():
 
 
 def test_the_shared_expert_gets_each_own_token_once():
-    kernels = GpuKernels(torch.device("cpu"))
+    kernels = FusedKernels(torch.device("cpu"))
     exchange = DrawnExchange(kernels, torch.device("cpu"), num_experts=64, ranks=8, top_k=4)
     tokens, hidden = 40, 128
     h, weights, ids = torch.randn(tokens, hidden).bfloat16(), torch.rand(tokens, 4), torch.zeros(tokens, 4).int()

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace import config
+from headrace.config import environment
 from headrace.errors import ConfigError
 
 
@@ -112,7 +113,12 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         (["transfer.link=nvlink_intra", "transfer.backend=local", "engine.device=cuda"], "transfer.link"),
         (["registry.lease_s=2"], "registry.lease_s"),
         (["engine.num_blocks=0"], "engine.num_blocks"),
-        (["mesh.decode_ranks=0"], "mesh.decode_ranks"),
+        (["decode.groups=0"], "decode.groups"),
+        (["mesh.decode_ranks=2"], "mesh.decode_ranks"),
+        (["prefill.ranks_per_group=2"], "prefill.ranks_per_group"),
+        (["prefill.ranks_per_group=0"], "prefill.ranks_per_group"),
+        (["decode.groups=2", "decode.devices=cpu"], "decode.devices"),
+        (["decode.devices=cuda:0", "engine.weight_dtype=fp8"], "engine.weight_dtype"),
         (["router.max_attempts=-1"], "router.max_attempts"),
         (["decode.reserve_expiry_s=nan"], "decode.reserve_expiry_s"),
         (["decode.quarantine_max_s=inf"], "decode.quarantine_max_s"),
@@ -242,9 +248,15 @@ def test_programs_beside_python_are_found_after_all_others_and_added_once(tmp_pa
     own = tmp_path / "bin"
     own.mkdir()
     (own / "ninja-of-ours").touch(0o755)
-    monkeypatch.setattr(config.sysconfig, "get_path", lambda name: str(own))
+    monkeypatch.setattr(environment.sysconfig, "get_path", lambda name: str(own))
     monkeypatch.setenv("PATH", "/first:/second")
     config.find_own_programs()
     config.find_own_programs()
     assert config.environment_value("PATH") == f"/first:/second:{own}"
     assert shutil.which("ninja-of-ours") == str(own / "ninja-of-ours")
+
+
+def test_each_rank_computes_on_its_own_device():
+    loaded = config.load(flags=["prefill.groups=2", "prefill.devices=cpu;cuda:1", "engine.device=cpu"], environment={})
+    assert [config.engine_of(loaded, "prefill", rank).device for rank in range(2)] == ["cpu", "cuda:1"]
+    assert config.engine_of(loaded, "decode", 0) == loaded.engine and config.num_ranks(loaded.prefill) == 2

@@ -12,13 +12,13 @@ from engine_fakes import VOCAB, ToyTransformer, small_config, toy_parts
 from test_async_decode import PENALISED, SAMPLINGS, Device, mixed
 
 from headrace.engine.device_sampler import DeviceSampler
-from headrace.engine.graphs import LADDER, DecodeGraphs, StepBuffers, sizes_up_to
 from headrace.engine.offline import Engine
 from headrace.engine.sampler import Sampler
 from headrace.engine.sampling_table import SamplingTable
 from headrace.engine.step import BlockTables
+from headrace.engine.steps.graphs import LADDER, DecodeGraphs, StepBuffers, sizes_up_to
 from headrace.errors import InternalError
-from headrace.model.deepseek import ForwardBatch
+from headrace.model.base import ForwardBatch
 from headrace.protocol.common import SamplingParams
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,8 @@ import torch
 from engine_fakes import small_config
 
 from headrace.engine.offline import Engine, EngineParts
-from headrace.model.random_checkpoint import write_random_checkpoint
+from headrace.model.base import KvRegion, Stepping
+from headrace.model.weights.random_checkpoint import write_random_checkpoint
 from headrace.protocol.common import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -31,10 +31,11 @@ class IntegerModel:
     """Logits are an integer hash of the tokens that the block table leads to: the same numbers on every device."""
 
     exact, graph_safe, dtype, pool_dtype = False, True, torch.float32, torch.float32
+    vocab_size, max_context_tokens = VOCAB, 256
+    kv_regions, stepping = (KvRegion("tokens", 1, 2),), Stepping.GRAPHS
 
     def __init__(self, device):
         self.device = torch.device(device)
-        self.config = SimpleNamespace(num_hidden_layers=1, row_dim=2, vocab_size=VOCAB, max_position_embeddings=256)
         draws = torch.Generator().manual_seed(0)
         self.by_place = torch.randint(1, 2**40, (256,), generator=draws).to(self.device)
         self.by_token = torch.randint(1, 2**40, (VOCAB,), generator=draws).to(self.device) * 2 + 1

@@ -17,7 +17,7 @@ KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 def lists_in_source() -> set[tuple[str, str]]:
     """(file, name) of every list of back ends that is written down in a kernel file."""
     found = set()
-    for path in KERNELS.glob("*.py"):
+    for path in KERNELS.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             found |= {

@@ -12,7 +12,7 @@ from engine_fakes import VOCAB, random_checkpoint, small_config, toy_parts
 from headrace.engine.offline import Engine, EngineParts
 from headrace.engine.request import PrefillJob, PrefillSequence
 from headrace.errors import InvalidRequest
-from headrace.model.weights import load_transformer
+from headrace.model.deepseek.loading import load_transformer
 from headrace.protocol.common import FinishReason, SamplingParams
 
 BLOCK = 16

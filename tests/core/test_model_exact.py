@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
-from headrace.model.exact import exact_self_test
-from headrace.model.random_checkpoint import write_random_checkpoint
-from headrace.model.weights import load_transformer
-from kernels import cpu_library
-from kernels.mla_decode import KEY_CHUNK
+from headrace.engine.exact import exact_self_test
+from headrace.model.deepseek.loading import load_transformer
+from headrace.model.weights.random_checkpoint import write_random_checkpoint
+from kernels.attention.mla_decode import KEY_CHUNK
+from kernels.toolchain import cpu_library
 from tests.core.model_driver import Driver
 from tests.golden import cases
 
@@ -29,7 +29,12 @@ def model(request, tmp_path_factory):
         pytest.skip(f"needs the CPU kernels: {cpu_library.why_not()}")
     config = {"num_hidden_layers": 3} if name == "tiny_shape" else cases.config_of(name)
     where = write_random_checkpoint(tmp_path_factory.mktemp(name), config, seed=7)
-    return load_transformer(where, exact=True, kernels=kernels)
+    made = load_transformer(where, exact=True, kernels=kernels)
+    if kernels == "torch" and (
+        refusal := exact_self_test(made)
+    ):  # torch's products promise nothing: a start is refused with it
+        pytest.skip(f"needs a host on which torch's own products are stable: {refusal}")
+    return made
 
 
 @pytest.fixture(autouse=True)
@@ -135,13 +140,17 @@ def test_cached_prefix_rows_give_the_bits_of_one_prefill(model):
 def test_the_moe_chunk_knobs_never_change_a_bit(model):
     tokens = tokens_of(model, 75)
     logits, _ = alone(model, tokens)
-    try:
-        for dp, activation in ((1, 0), (0, 33), (50, 17), (1000, 1000)):
-            model.moe_dp_chunk_tokens, model.moe_activation_chunk_tokens = dp, activation
-            assert (model.moe_dp_chunk_tokens, model.moe_activation_chunk_tokens) == (dp, activation)
-            assert_same_bits(Driver(model).run([("a", tokens)], "prefill")["a"], logits, f"chunks {dp}, {activation}")
-    finally:
-        model.moe_dp_chunk_tokens = model.moe_activation_chunk_tokens = 0
+    for dp, activation in ((1, 0), (0, 33), (50, 17), (1000, 1000)):
+        chunked = model.with_chunks(dp_tokens=dp, activation_tokens=activation)
+        assert {(x.ffn.dp_chunk_tokens, x.ffn.activation_chunk_tokens) for x in moe_blocks(chunked)} == {
+            (dp, activation)
+        }
+        assert {x.ffn.dp_chunk_tokens for x in moe_blocks(model)} == {0}, "the model it was made from stays as it is"
+        assert_same_bits(Driver(chunked).run([("a", tokens)], "prefill")["a"], logits, f"chunks {dp}, {activation}")
+
+
+def moe_blocks(model):
+    return [block for block in model.blocks if hasattr(block.ffn, "dp_chunk_tokens")]
 
 
 def test_on_layer_is_called_when_that_layer_is_stored_and_the_next_is_not(model):
@@ -157,7 +166,7 @@ def test_on_layer_is_called_when_that_layer_is_stored_and_the_next_is_not(model)
     assert seen == [(layer, [other <= layer for other in range(layers)]) for layer in range(layers)]
 
 
-def test_the_self_test_passes_here_and_names_what_a_broken_kernel_breaks(model, monkeypatch):
+def test_the_self_test_passes_with_our_kernels_and_names_what_a_broken_one_breaks(model, monkeypatch):
     assert exact_self_test(model) is None
     monkeypatch.setattr(model.kernels, "decode", Blurred(model.kernels.decode))
     assert "decode" in exact_self_test(model)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.model.deepseek import Transformer
-from headrace.model.random_checkpoint import write_random_checkpoint
-from headrace.model.weights import load_transformer
-from kernels import cpu_library
+from headrace.model.deepseek.loading import load_transformer
+from headrace.model.deepseek.reference import Transformer
+from headrace.model.weights.random_checkpoint import write_random_checkpoint
+from kernels.toolchain import cpu_library
 from tests.core.model_driver import Driver
 from tests.golden import cases
 
@@ -46,9 +46,7 @@ def load(directory: Path, mode: tuple[bool, str]) -> Transformer:
     exact, kernels = mode
     if kernels == "c" and cpu_library.why_not():
         pytest.skip(f"needs the CPU kernels: {cpu_library.why_not()}")
-    model = load_transformer(directory, exact=exact, dtype=torch.float32, kernels=kernels)
-    model.pool_dtype = torch.float32
-    return model
+    return load_transformer(directory, exact=exact, dtype=torch.float32, kernels=kernels, kv_dtype="fp32")
 
 
 def assert_close(ours: torch.Tensor, golden: np.ndarray, what: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from headrace.cache.latent import LatentPool
 from headrace.cache.rows import Rows
 from headrace.engine.streams import event_now, use_own_stream
-from kernels.block_checksum import checksum
+from kernels.rows.block_checksum import checksum
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 LAYERS, BLOCKS, SIZE, WIDTH = 3, 16, 4, 8

@@ -20,7 +20,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 from headrace.config import TelemetryConfig
 from headrace.errors import ConfigError, Overloaded
-from headrace.observe import logs, telemetry
+from headrace.observe import logs, ring, telemetry
 from headrace.observe.context import request_id_var, traceparent_var
 
 HEADER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -155,15 +155,15 @@ def test_a_block_inside_an_abandoned_generator_ends_quietly(traces, caplog):
 def test_spans_reach_the_ring_file_by_themselves(traces):
     telemetry.emit("prefill.forward", 1.0, 2.0, tokens=3)
     end = time.monotonic() + 2.0
-    while not telemetry.read_ring(traces) and time.monotonic() < end:
+    while not ring.read_ring(traces) and time.monotonic() < end:
         time.sleep(0.01)
-    assert [span.name for span in telemetry.read_ring(traces)] == ["prefill.forward"]
+    assert [span.name for span in ring.read_ring(traces)] == ["prefill.forward"]
 
 
 def test_shutdown_writes_what_is_left(tmp_path):
     with started(tmp_path):
         telemetry.emit("prefill.forward", 1.0, 2.0)
-    assert len(telemetry.read_ring(tmp_path / "traces")) == 1
+    assert len(ring.read_ring(tmp_path / "traces")) == 1
 
 
 def test_the_ring_is_bounded_and_keeps_the_newest(tmp_path):
@@ -173,7 +173,7 @@ def test_the_ring_is_bounded_and_keeps_the_newest(tmp_path):
             if number % 50 == 0:
                 telemetry.flush()
     files = list((tmp_path / "traces").iterdir())
-    kept = [span.attributes["number"] for span in telemetry.read_ring(tmp_path / "traces")]
+    kept = [span.attributes["number"] for span in ring.read_ring(tmp_path / "traces")]
     assert sum(file.stat().st_size for file in files) <= 20_000
     assert kept == list(range(kept[0], 1000)) and len(kept) >= 20
 
@@ -181,11 +181,11 @@ def test_the_ring_is_bounded_and_keeps_the_newest(tmp_path):
 def test_old_rings_are_cleared_away(tmp_path):
     directory = tmp_path / "traces"
     directory.mkdir()
-    for number in range(telemetry.KEPT_RINGS + 10):
+    for number in range(ring.KEPT_RINGS + 10):
         (directory / f"prefill-{number}.jsonl").write_text("{}\n")
     with started(tmp_path):
         telemetry.emit("prefill.forward", 1.0, 2.0)
-    assert len(list(directory.iterdir())) <= telemetry.KEPT_RINGS + 1
+    assert len(list(directory.iterdir())) <= ring.KEPT_RINGS + 1
 
 
 def test_a_line_that_is_still_being_written_is_left_out(tmp_path):
@@ -194,7 +194,7 @@ def test_a_line_that_is_still_being_written_is_left_out(tmp_path):
     file = next((tmp_path / "traces").iterdir())
     whole = file.read_text()
     file.write_text(whole + whole[: len(whole) // 2])
-    assert len(telemetry.read_ring(tmp_path / "traces")) == 1
+    assert len(ring.read_ring(tmp_path / "traces")) == 1
 
 
 def test_a_directory_that_cannot_be_written_costs_spans_and_one_line(tmp_path, caplog):
@@ -219,12 +219,12 @@ def test_a_trace_is_found_by_trace_id_by_request_id_or_as_the_latest(tmp_path):
                     )
                 telemetry.emit("prefill.forward", 10.0 * number + 1, 10.0 * number + 2, parent=parent)
     directory = tmp_path / "traces"
-    assert [span.name for span in telemetry.trace(directory, "r-1")][0] == "router.generate"
-    assert {span.trace_id for span in telemetry.trace(directory, "r-1")} == {f"{1:032x}"}
-    assert {span.service for span in telemetry.trace(directory, f"{2:032x}")} == {"router", "prefill"}
-    assert telemetry.trace(directory) == telemetry.trace(directory, "r-2")
-    assert telemetry.trace(directory, "unknown") == []
-    assert telemetry.trace(tmp_path / "nowhere") == []
+    assert [span.name for span in ring.trace(directory, "r-1")][0] == "router.generate"
+    assert {span.trace_id for span in ring.trace(directory, "r-1")} == {f"{1:032x}"}
+    assert {span.service for span in ring.trace(directory, f"{2:032x}")} == {"router", "prefill"}
+    assert ring.trace(directory) == ring.trace(directory, "r-2")
+    assert ring.trace(directory, "unknown") == []
+    assert ring.trace(tmp_path / "nowhere") == []
 
 
 def test_waiting_for_a_trace_ends_when_every_name_is_there(traces):
@@ -232,7 +232,7 @@ def test_waiting_for_a_trace_ends_when_every_name_is_there(traces):
     late = threading.Timer(0.1, lambda: telemetry.emit("decode.generate", 2.0, 3.0, parent=parent))
     late.start()
     telemetry.emit("router.generate", 1.0, 4.0, parent=parent)
-    found = telemetry.wait_trace(traces, f"{7:032x}", ["router.generate", "decode.generate"])
+    found = ring.wait_trace(traces, f"{7:032x}", ["router.generate", "decode.generate"])
     late.join()
     assert [span.name for span in found] == ["router.generate", "decode.generate"]
 
@@ -285,7 +285,7 @@ def test_a_collector_that_is_away_delays_neither_spans_nor_the_end(tmp_path):
             telemetry.emit("router.generate", 1.0, 2.0, number=number)
         emitted = time.monotonic() - begin
     assert emitted < 1.5 and time.monotonic() - begin < telemetry.SHUTDOWN_S + 2
-    assert len(telemetry.read_ring(tmp_path / "traces")) == 200
+    assert len(ring.read_ring(tmp_path / "traces")) == 200
 
 
 # --- logs ------------------------------------------------------------------------------------------------------------

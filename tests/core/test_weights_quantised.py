@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.errors import CheckpointError, ConfigError
-from headrace.model import precision
-from headrace.model.checkpoint import Checkpoint
-from headrace.model.config import ModelConfig
-from headrace.model.quantisation import Quantisation, read
-from headrace.model.random_checkpoint import TINY_SHAPE, write_random_checkpoint
-from headrace.model.random_weights import published_config, random_transformer
-from headrace.model.weight_names import expected_tensors
-from headrace.model.weights import load_gpu_transformer, load_transformer
-from kernels import fp8, nvfp4
+from headrace.model.deepseek.config import ModelConfig
+from headrace.model.deepseek.loading import load_fused_transformer, load_transformer
+from headrace.model.deepseek.names import expected_tensors
+from headrace.model.weights import precision
+from headrace.model.weights.checkpoint import CheckpointFiles
+from headrace.model.weights.quantisation import Quantisation, read
+from headrace.model.weights.random_checkpoint import TINY_SHAPE, write_random_checkpoint
+from headrace.model.weights.random_weights import published_config, random_transformer
+from kernels.formats import fp8, nvfp4
 from tests.core.model_driver import Driver
 
 SMALL = {"vocab_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64}
@@ -104,11 +104,11 @@ def test_nvfp4_on_a_cpu_gives_the_logits_of_its_dequantised_weights(directory, t
 def test_nvfp4_stays_as_on_disk_on_a_gpu(directory):
     quantised(directory, "modelopt")
     declare(directory, "modelopt")
-    checkpoint = Checkpoint(directory, ModelConfig.load(directory))
+    checkpoint = CheckpointFiles(directory, ModelConfig.load(directory))
     weight = checkpoint.weight("model.layers.1.mlp.experts.3.down_proj.weight")
     assert isinstance(weight, nvfp4.Nvfp4Weight) and weight.packed.dtype == torch.uint8
     assert float(weight.input_scale) == pytest.approx(0.01)
-    served = load_gpu_transformer(checkpoint, CPU)
+    served = load_fused_transformer(checkpoint, CPU)
     formats = dict(served.precision_table())
     assert (formats["experts"], formats["o_proj"], formats["q_b"]) == ("nvfp4", "nvfp4", "bf16")
     exact = logits_of(load_transformer(directory, exact=True))

@@ -48,17 +48,16 @@ class TestMesh(Mesh):
 
     __test__ = False
 
-    @property
-    def prefill_address(self) -> str:
-        """Where the first prefill rank listens; in an aggregated mesh the worker that is both."""
-        return self.address("prefill-0" if "prefill-0" in self.running else "decode-0")
+    def worker_address(self, role: str) -> str:
+        """Where the first rank of that role listens; in an aggregated mesh the worker that is both."""
+        return self.address("aggregated-0" if self.plan.aggregated else f"{role}-0")
 
     async def ledgers(self) -> Idle:
         """All ledgers now."""
         async with contextlib.AsyncExitStack() as stack:
             channels = [
                 await stack.enter_async_context(rpc.open_channel(address))
-                for address in (self.router_address, self.prefill_address, self.address("decode-0"))
+                for address in (self.router_address, self.worker_address("prefill"), self.worker_address("decode"))
             ]
             return Idle(
                 await RouterClient(channels[0]).ledger(),

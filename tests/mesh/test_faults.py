@@ -56,7 +56,7 @@ def broken(start_mesh):
     """Two prefill ranks, one decode rank, and the rules."""
     with start_mesh(
         f"faults={';'.join(RULES)}",
-        "mesh.prefill_ranks=2",
+        "prefill.groups=2",
         f"engine.num_blocks={POOL_BLOCKS}",
         f"decode.quarantine_max_s={QUARANTINE_S}",
     ) as mesh:

@@ -151,7 +151,7 @@ def ask(mesh: Up) -> dict:
 
 
 def test_the_plan_names_every_port_before_anything_starts(tmp_path):
-    done = run("up", "--dry-run", "--json", "--set", f"mesh.run_directory={tmp_path}", "--set", "mesh.prefill_ranks=3")
+    done = run("up", "--dry-run", "--json", "--set", f"mesh.run_directory={tmp_path}", "--set", "prefill.groups=3")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     services = [(process["service"], process["rank"]) for process in plan["processes"]]
@@ -292,3 +292,8 @@ def test_workers_of_one_host_wait_for_their_threads_without_spinning(mesh):
     for name in ("prefill-0", "decode-0"):
         environment = Path(f"/proc/{mesh.running[name].child.pid}/environ").read_bytes().split(b"\0")
         assert b"OMP_WAIT_POLICY=PASSIVE" in environment
+
+
+def test_every_process_of_a_mesh_runs_the_code_of_this_checkout(mesh):
+    checkout = Path(__file__).resolve().parents[2]
+    assert {Path(f"/proc/{one.child.pid}/cwd").resolve() for one in mesh.running.values()} == {checkout}

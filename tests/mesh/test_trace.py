@@ -14,7 +14,7 @@ from scenario import ids
 
 from headrace import rpc
 from headrace.client import DecodeClient
-from headrace.observe import telemetry
+from headrace.observe import ring
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,8 +57,8 @@ def ask(mesh, length: int, traceparent: str = "", request_id: str = ""):
     return asyncio.run(call())
 
 
-def spans_of(mesh, which: str) -> list[telemetry.Span]:
-    return telemetry.wait_trace(Path(mesh.plan.run_directory) / "traces", which, tuple(STAGES), timeout_s=5.0)
+def spans_of(mesh, which: str) -> list[ring.Span]:
+    return ring.wait_trace(Path(mesh.plan.run_directory) / "traces", which, tuple(STAGES), timeout_s=5.0)
 
 
 @pytest.mark.parametrize("sampled", ["01", "00"])
@@ -79,12 +79,12 @@ def test_without_a_caller_a_request_is_exactly_one_trace_over_four_processes(mes
     spans = spans_of(mesh, final.trace_id)
     check_tree(spans, "")
     assert {span.attributes.get("request_id") for span in spans} == {name}
-    assert telemetry.trace(Path(mesh.plan.run_directory) / "traces", name) == spans
+    assert ring.trace(Path(mesh.plan.run_directory) / "traces", name) == spans
     own = {span.trace_id for span in all_spans(mesh) if span.name != "router.canary"}
     assert own - before == {final.trace_id}
 
 
-def check_tree(spans: list[telemetry.Span], outer: str) -> None:
+def check_tree(spans: list[ring.Span], outer: str) -> None:
     """Every stage once, from its service, all below one root whose parent is `outer`; one process a service."""
     assert sorted(span.name for span in spans) == sorted(STAGES)
     assert {span.name: span.service for span in spans} == STAGES
@@ -99,8 +99,8 @@ def check_tree(spans: list[telemetry.Span], outer: str) -> None:
         assert root.start_s - 0.01 <= span.start_s <= span.end_s <= root.end_s + 0.05, span
 
 
-def all_spans(mesh) -> list[telemetry.Span]:
-    return telemetry.read_ring(Path(mesh.plan.run_directory) / "traces")
+def all_spans(mesh) -> list[ring.Span]:
+    return ring.read_ring(Path(mesh.plan.run_directory) / "traces")
 
 
 @pytest.mark.parametrize("length", [16, 17, 37])
@@ -154,7 +154,7 @@ def test_the_trace_command_prints_the_same_spans(mesh):
     ]
     for which in (final.trace_id, name):
         printed = subprocess.run([*command, "--json", which], capture_output=True, text=True, check=True, cwd=ROOT)
-        assert [telemetry.Span(**span) for span in json.loads(printed.stdout)] == spans
+        assert [ring.Span(**span) for span in json.loads(printed.stdout)] == spans
     drawn = subprocess.run([*command, name], capture_output=True, text=True, check=True, cwd=ROOT)
     assert all(stage in drawn.stdout for stage in STAGES) and name in drawn.stdout
     missing = subprocess.run([*command, "no-such-request"], capture_output=True, text=True, cwd=ROOT)

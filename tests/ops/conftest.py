@@ -8,7 +8,7 @@ import exact_casts
 import pytest
 import torch
 
-from kernels.triton_support import triton
+from kernels.toolchain.triton_support import triton
 
 
 def _let_interpreted_loops_have_loaded_bounds() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import cpu_library, mla_decode, mla_prefill
-from kernels.mla_decode import KEY_CHUNK
+from kernels.attention import mla_decode, mla_prefill
+from kernels.attention.mla_decode import KEY_CHUNK
+from kernels.toolchain import cpu_library
 
 CPU = torch.device("cpu")
 SCALE = 0.21
@@ -116,7 +117,9 @@ def exact_pairs():
 
 @pytest.mark.parametrize("decode, prefill", exact_pairs())
 def test_a_query_has_the_same_bits_in_prefill_in_decode_and_among_others(decode, prefill):
-    """8 heads: `folded` leans on torch's products, which are bit-stable here from 8 lines on (the self-test's matter)."""
+    """8 heads: `folded` leans on torch's products, which promise nothing (a start's self-test looks at them)."""
+    if prefill is not decode and not products_keep_their_bits():
+        pytest.skip("needs a host on which torch's products do not depend on the number of rows")
     whole = Case([270], [270], heads=8)
     everything = whole.run(prefill)
     for place in (0, 1, 15, 16, KEY_CHUNK - 1, KEY_CHUNK, 269):
@@ -133,6 +136,20 @@ def test_a_query_has_the_same_bits_in_prefill_in_decode_and_among_others(decode,
         q = torch.cat([whole.q[place : place + 1], crowd.q])
         got = decode.run(q, pool, decode.plan(table, *lens, 4), SCALE, 16)
         assert torch.equal(got[0], everything[place]), place
+
+
+def products_keep_their_bits() -> bool:
+    """Whether a row of torch's batched products is the same among 8, 128 and 2,160 rows, in both shapes that `folded` has."""
+    draw = torch.Generator().manual_seed(3)
+    for inner, outer in ((24, KEY_CHUNK), (KEY_CHUNK, 16)):
+        x, w = torch.randn(1, 2160, inner, generator=draw), torch.randn(1, inner, outer, generator=draw)
+        whole = torch.bmm(x, w)
+        for rows in (8, 16, 24, 128):
+            for batch in (1, 5):
+                got = torch.bmm(x[:, :rows].expand(batch, -1, -1).contiguous(), w.expand(batch, -1, -1).contiguous())
+                if not all(torch.equal(one, whole[0, :rows]) for one in got):
+                    return False
+    return True
 
 
 def _slots(case: Case, length: int) -> torch.Tensor:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import mla_decode, mla_prefill
-from kernels.mla_decode_triton import TritonDecode, Tuning
-from kernels.mla_prefill_triton import TritonVarlen, tiles_of
-from kernels.mla_prefill_triton import Tuning as VarlenTuning
+from kernels.attention import mla_decode, mla_prefill
+from kernels.attention.mla_decode_triton import TritonDecode, Tuning
+from kernels.attention.mla_prefill_triton import TritonVarlen, tiles_of
+from kernels.attention.mla_prefill_triton import Tuning as VarlenTuning
 from kernels.select import BackendUnavailable
 
 SCALE = 0.21

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.block_checksum import _torch, _triton, checksum, position_weights, reference
+from kernels.rows.block_checksum import _torch, _triton, checksum, position_weights, reference
 from kernels.select import choose
-from kernels.triton_support import needs_triton, triton
+from kernels.toolchain.triton_support import needs_triton, triton
 
 BLOCK_SIZE = 4
 CPU = torch.device("cpu")
@@ -196,7 +196,7 @@ def test_the_value_is_pinned_so_that_old_and_new_processes_agree():
 
 
 def test_cpu_takes_torch():
-    from kernels.block_checksum import BACKENDS
+    from kernels.rows.block_checksum import BACKENDS
 
     assert choose(BACKENDS, CPU).name == "torch"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import concat_mla_k
-from kernels.mla_decode_vendors import needs_flashinfer_modules
+from kernels.attention import concat_mla_k
+from kernels.toolchain.vendors import needs_flashinfer_modules
 
 
 def inputs(tokens, heads, nope, value, rope, dtype, device):

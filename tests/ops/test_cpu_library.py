@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels import cpu_library
-from kernels.cpu_library import BuildFailed
+from kernels.toolchain import cpu_library
+from kernels.toolchain.cpu_library import BuildFailed
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kernels import cuda_library, nvfp4_hopper
-from kernels.cuda_library import BuildFailed, Library
+from kernels.linear import fp8_hopper, nvfp4_hopper
+from kernels.toolchain import cuda_library
+from kernels.toolchain.cuda_library import BuildFailed, Library
 
 SOURCE = '#include <stdint.h>\n#include "one.cuh"\nint answer(int x) { return x + ONE; }\n'
 
@@ -87,6 +88,6 @@ def test_a_change_of_anything_that_matters_is_another_library(library, nvcc, cha
 
 
 def test_headers_of_our_own_kernels_are_seen():
-    names = [path.name for path in cuda_library.sources_of(cuda_library.SOURCE)]
+    names = [path.name for path in cuda_library.sources_of(fp8_hopper.SOURCE)]
     assert names == ["grouped_fp8.cu", "hopper.cuh"]
     assert nvfp4_hopper.library.__self__.source.name == "nvfp4_hopper.cu"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import expert_dispatch as dispatch
-from kernels import fp8
+from kernels.experts import expert_dispatch as dispatch
+from kernels.formats import fp8
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

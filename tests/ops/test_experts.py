@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import cpu_library, expert_dispatch, expert_ffn, gate
+from kernels.experts import expert_dispatch, expert_ffn, gate
+from kernels.toolchain import cpu_library
 
 CPU = torch.device("cpu")
 

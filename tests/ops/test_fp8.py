@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import fp8
+from kernels.formats import fp8
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_grouped_linear import assert_close, made
 
-from kernels import fp8_linear
-from kernels.fp8 import Fp8Weight
+from kernels.formats.fp8 import Fp8Weight
+from kernels.linear import fp8_linear
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (576, 128), (160, 300), (1, 129), (130, 1)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import gate
+from kernels.experts import gate
 
 R1 = gate.Limits(8, 8, 4, True, 2.5)
 TINY = gate.Limits(4, 4, 2, True, 1.0)

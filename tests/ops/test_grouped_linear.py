@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import grouped_linear as grouped
-from kernels.fp8 import Fp8Rows, Fp8Weight, quantise_weight
-from kernels.fp8 import reference as quantise
+from kernels.formats.fp8 import Fp8Rows, Fp8Weight, quantise_weight
+from kernels.formats.fp8 import reference as quantise
+from kernels.linear import grouped_linear as grouped
 from kernels.select import choose
 
 TOLERANCE = 2**-7  # of the largest value: one rounding to bf16, and fp32 sums in another order
@@ -109,9 +109,9 @@ def test_a_cpu_gets_the_reference():
 
 @pytest.fixture(scope="session")
 def hopper(gpu):
-    from kernels import cuda_library
+    from kernels.linear import fp8_hopper
 
-    reason = cuda_library.why_not(gpu)
+    reason = fp8_hopper.why_not(gpu)
     if reason:
         pytest.skip(reason)
     return gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import latent_store
+from kernels.attention import latent_store
 
 EPS = 1e-6
 SHAPES = [(8, 32, 32, 128), (3, 12, 8, 24), (1, 16, 64, 512)]  # heads, nope, rope, latent

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import cpu_library, latent_store, linear, rms_norm, rope
+from kernels.attention import latent_store, rope
+from kernels.linear import dense as linear
+from kernels.rows import rms_norm
+from kernels.toolchain import cpu_library
 
 CPU = torch.device("cpu")
 SUM_TOLERANCE = 2e-6  # fp32, relative to the sum of magnitudes: other orders of addition

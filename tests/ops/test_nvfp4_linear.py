@@ -10,8 +10,9 @@ import sys
 import pytest
 import torch
 
-from kernels import fp8, grouped_nvfp4, nvfp4, nvfp4_hopper, nvfp4_linear
-from kernels.triton_support import triton
+from kernels.formats import fp8, nvfp4
+from kernels.linear import grouped_nvfp4, nvfp4_hopper, nvfp4_linear
+from kernels.toolchain.triton_support import triton
 
 BF16_STEPS = 2.0**-7  # operands and result rounded to bf16, sums of up to 512 products in fp32
 
@@ -148,7 +149,8 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kernels import nvfp4, nvfp4_triton
+from kernels.formats import nvfp4
+from kernels.linear import nvfp4_triton
 
 def cubin(kernel, ints, pointers, constants):
     signature = dict.fromkeys(ints.split(), "i32") | pointers

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import rope_quantize
-from kernels.mla_decode_vendors import needs_flashinfer_modules
+from kernels.attention import rope_quantize
+from kernels.toolchain.vendors import needs_flashinfer_modules
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 SHAPES = [(8, 32, 32, 128), (3, 12, 8, 24), (20, 512, 64, 512)]  # heads, width of q's plain part, rope, latent

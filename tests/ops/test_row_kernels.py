@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import fp8, rms_norm, silu_mul
+from kernels.formats import fp8
+from kernels.rows import rms_norm, silu_mul
 
 BF16_STEP = 2.0**-7  # of a value, relative: fp32 sums in another order may fall on the other side of a tie
 

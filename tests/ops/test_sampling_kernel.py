@@ -13,8 +13,8 @@ import torch
 
 from headrace.engine import noise
 from headrace.engine.choice import Batched, Cuts
-from kernels import sampling
-from kernels.sampling import Tiles
+from kernels.rows import sampling
+from kernels.rows.sampling import Tiles
 
 ROUNDING = 1e-5
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
+import logging
+
 import pytest
 
+from headrace.observe import logs
 from kernels.select import Backend, BackendUnavailable, choose
 
 FAST = Backend("fast", run=lambda: "fast", why_not=lambda device: "needs a GPU" if device == "cpu" else None)
@@ -26,3 +31,16 @@ def test_an_unknown_name_and_an_empty_list_say_what_there_is():
         choose((FAST, PLAIN), "cpu", "faster")
     with pytest.raises(BackendUnavailable, match="needs a GPU"):
         choose((FAST,), "cpu")
+
+
+def test_the_log_line_of_a_choice_names_op_back_end_and_device():
+    lines, root = io.StringIO(), logging.getLogger()
+    before = root.handlers[:], root.level
+    try:
+        logs.setup("decode", "0123", "INFO", lines)
+        choose((FAST, PLAIN), "cpu", op="demo")
+    finally:
+        root.handlers[:] = before[0]
+        root.setLevel(before[1])
+    (line,) = [json.loads(text) for text in lines.getvalue().splitlines()]
+    assert (line["event"], line["op"], line["backend"], line["device"]) == ("kernel chosen", "demo", "plain", "cpu")

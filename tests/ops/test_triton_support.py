@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels import triton_support
+from kernels.toolchain import triton_support
 
 
 def test_a_cpu_launch_does_not_overlap():
@@ -18,7 +18,8 @@ def test_a_hopper_launch_overlaps(gpu):
 
 def test_dependent_overlapping_kernels_keep_their_order(gpu):
     """Each step reads what the one before wrote; the same chain without overlap gives the same bits."""
-    from kernels import fp8, rms_norm
+    from kernels.formats import fp8
+    from kernels.rows import rms_norm
 
     def chain() -> torch.Tensor:
         generator = torch.Generator(gpu).manual_seed(0)

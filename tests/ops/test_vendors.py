@@ -8,9 +8,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from kernels import mla_decode_vendors, mla_prefill, mla_prefill_vendors
-from kernels.mla_decode_vendors import MLA_MODULES, needs_flashinfer_mla, needs_flashinfer_modules
+from kernels.attention import mla_prefill, mla_prefill_vendors
+from kernels.attention.mla_decode_vendors import MLA_MODULES, needs_flashinfer_mla
 from kernels.select import Backend, choose
+from kernels.toolchain import vendors
+from kernels.toolchain.vendors import needs_flashinfer_modules
 
 HOPPER = torch.device("cuda")
 
@@ -28,8 +30,8 @@ def host(tmp_path, monkeypatch):
     module("flashinfer.jit", __path__=[])
     module("flashinfer.jit.env", FLASHINFER_AOT_DIR=tmp_path / "aot")
     module("flashinfer.jit.cpp_ext", get_cuda_path=lambda: str(tmp_path / "cuda"))
-    monkeypatch.setattr(mla_decode_vendors, "_on_hopper", lambda device: None)
-    monkeypatch.setattr(mla_decode_vendors.shutil, "which", lambda name: None)
+    monkeypatch.setattr(vendors, "_on_hopper", lambda device: None)
+    monkeypatch.setattr(vendors.shutil, "which", lambda name: None)
     return tmp_path
 
 
@@ -48,7 +50,7 @@ def test_without_module_or_compiler_the_reason_names_the_tools_and_the_next_back
 def test_nvcc_and_ninja_are_enough(host, monkeypatch):
     put(host / "cuda" / "bin" / "nvcc")
     assert needs_flashinfer_mla(HOPPER).endswith("has no ninja")
-    monkeypatch.setattr(mla_decode_vendors.shutil, "which", lambda name: "/usr/bin/" + name)
+    monkeypatch.setattr(vendors.shutil, "which", lambda name: "/usr/bin/" + name)
     assert needs_flashinfer_mla(HOPPER) is None
 
 

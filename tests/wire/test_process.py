@@ -16,9 +16,10 @@ import pytest
 
 from headrace import rpc
 from headrace.errors import ConfigError, Unavailable
+from headrace.launch import sockets
 from headrace.launch.children import start_child, stop_child, wait_ready
 from headrace.launch.redis_server import BundledRedis
-from headrace.observe import telemetry
+from headrace.observe import ring
 from headrace.process.start import parse, run_service
 from services.kvstore import __main__ as kvstore
 
@@ -106,7 +107,7 @@ def test_a_taken_port_ends_the_start_with_one_sentence(tmp_path):
 
 
 def test_a_process_starts_before_redis_does(tmp_path):
-    later = BundledRedis(rpc.free_port("127.0.0.1", 28000 + os.getpid() % 4000))
+    later = BundledRedis(sockets.free_port("127.0.0.1", 28000 + os.getpid() % 4000))
     flags = (f"registry.url={later.url}", f"mesh.run_directory={tmp_path}")
     child = start_child(command(*flags), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, directory=ROOT)
     try:
@@ -150,10 +151,10 @@ def test_settings_errors_are_typed():
 def test_spans_of_a_stopped_process_are_on_disk(tmp_path):
     """SIGTERM right after a span: nothing is lost."""
     program = (
-        "import sys, pathlib; from headrace import telemetry; from headrace.process.start import run_service\n"
+        "import sys, pathlib; from headrace.observe import telemetry; from headrace.process.start import run_service\n"
         "async def main(start):\n"
         "    with telemetry.span('router.generate'): pass\n"
         f"run_service('router', main, ['--set', 'mesh.run_directory={tmp_path}'])"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=30, check=False).returncode == 0
-    assert [span.name for span in telemetry.read_ring(tmp_path / "traces")] == ["router.generate"]
+    assert [span.name for span in ring.read_ring(tmp_path / "traces")] == ["router.generate"]

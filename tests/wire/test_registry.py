@@ -17,6 +17,7 @@ from headrace import rpc
 from headrace.clock import SystemClock
 from headrace.config import RegistryConfig
 from headrace.errors import ConfigError, Unavailable
+from headrace.launch import sockets
 from headrace.launch.redis_server import BundledRedis, answers
 from headrace.process import registry
 from headrace.protocol.common import WorkerIdentity
@@ -228,7 +229,7 @@ class BundledRedisLater:
     """A server whose port is known before it runs."""
 
     def __init__(self):
-        self._server = BundledRedis(rpc.free_port("127.0.0.1", 23000 + os.getpid() % 5000))
+        self._server = BundledRedis(sockets.free_port("127.0.0.1", 23000 + os.getpid() % 5000))
         self.url, self.start = self._server.url, self._server.start
 
     def close(self) -> None:
