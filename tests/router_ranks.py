@@ -23,7 +23,6 @@ from headrace.errors import (
     Unavailable,
 )
 from headrace.protocol.common import (
-    Done,
     FinishReason,
     KvLayout,
     KvRegion,
@@ -44,6 +43,7 @@ from headrace.protocol.decode import (
     TokenFrame,
     TokenRecord,
 )
+from headrace.protocol.link import Done
 from headrace.protocol.prefill import (
     CancelPrefillCommand,
     Committed,
