@@ -15,8 +15,6 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from headrace import errors
-from headrace.launch.sockets import free_port as free_port
-from headrace.launch.sockets import unused_port as unused_port
 from headrace.rpc.channel import COMMON_OPTIONS
 from headrace.rpc.status import StatusInterceptor
 

@@ -89,7 +89,7 @@ async def served(write_rows=None, settings=SETTINGS, **options):
 
 
 def signed(promise, expires_in_s):
-    return dataclasses.replace(sign(promise, KEYS), expires_in_s=expires_in_s)
+    return sign(promise, expires_in_s, keys=KEYS)
 
 
 @run
