@@ -86,6 +86,7 @@ class FakeLink:
     def __init__(self, mesh: Mesh, kind: str, identity: WorkerIdentity, handler):
         self.mesh, self.kind, self.identity, self.handler = mesh, kind, identity, handler
         self.link = self
+        self.router = "router"
         self.info: WorkerInfo | None = None
         self.progress: WorkerProgress | None = None
         self.is_open = self.is_lost = False
@@ -289,7 +290,7 @@ class FakeDecode(FakeRank):
             link.reply(number, error)
 
     async def _room(self, link: FakeLink, command: ReserveCommand, left_s: float) -> Reservation:
-        if not any(x.kind == "tokens" and x.is_open for x in self.links):
+        if not any(x.kind == "tokens" and x.router == link.router and x.is_open for x in self.links):
             raise Unavailable("no token link", reason="NO_TOKEN_LINK")
         if not command.request_id.startswith("canary"):
             self.reserved.append(command)
@@ -316,9 +317,10 @@ class FakeDecode(FakeRank):
                 self._drop(key)
 
     def on_link_lost(self, link: FakeLink) -> None:
-        """What came over a lost link ends."""
-        for key in list(self.held):
-            self._drop(key)
+        """What came from its router ends."""
+        for key, held in list(self.held.items()):
+            if held.link.router == link.router:
+                self._drop(key)
 
     def _drop(self, key: tuple[str, int]) -> None:
         held = self.held.pop(key, None)
@@ -327,9 +329,9 @@ class FakeDecode(FakeRank):
 
     # --- tokens ---
 
-    def push_frame(self, records: Sequence[TokenRecord] = (), ends: Sequence[SampleEnd] = ()) -> None:
+    def push_frame(self, router: str, records: Sequence[TokenRecord] = (), ends: Sequence[SampleEnd] = ()) -> None:
         for link in self.links:
-            if link.kind == "tokens":
+            if link.kind == "tokens" and link.router == router:
                 link.push(TokenFrame(tuple(records), tuple(ends)))
 
     def commit(self, request_id: str, attempt: int, outputs: dict[int, int]) -> None:
@@ -354,7 +356,7 @@ class FakeDecode(FakeRank):
             for sample in sorted(held.outputs):
                 self._step(held, sample, records, ends)
             if records or ends:
-                self.push_frame(records * (2 if self.repeats_records else 1), ends)
+                self.push_frame(held.link.router, records * (2 if self.repeats_records else 1), ends)
         self.held.pop((command.request_id, command.attempt), None)
 
     def _step(self, held: Held, sample: int, records: list, ends: list) -> None:
@@ -405,7 +407,7 @@ class FakePrefill(FakeRank):
         self.canaries = 0
         self.timeouts: list[float] = []
         self.held_keys: list[bytes] = []
-        self._jobs: dict[tuple[str, int], tuple[FakeLink, asyncio.Task]] = {}
+        self._jobs: dict[tuple[str, int], tuple[FakeLink, int, asyncio.Task]] = {}
 
     @property
     def running(self) -> int:
@@ -426,17 +428,17 @@ class FakePrefill(FakeRank):
             assert left_s is not None
             self.timeouts.append(left_s)
             key = (body.request_id, body.attempt)
-            self._jobs[key] = (link, asyncio.ensure_future(self._run(link, number, body)))
+            self._jobs[key] = (link, number, asyncio.ensure_future(self._run(link, number, body)))
             return
         assert isinstance(body, CancelPrefillCommand)
         if job := self._jobs.pop((body.request_id, body.attempt), None):
-            job[1].cancel()
+            job[2].cancel()
             self.cancelled += 1
-            link.reply(number, Done())
+            link.reply(job[1], Cancelled("the router needs no more of it"))
 
     def on_link_lost(self, link: FakeLink) -> None:
         """What came over a lost link ends."""
-        for key, (owner, task) in list(self._jobs.items()):
+        for key, (owner, _, task) in list(self._jobs.items()):
             if owner is link:
                 task.cancel()
                 del self._jobs[key]

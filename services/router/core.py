@@ -11,7 +11,7 @@ import itertools
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from headrace.clock import Clock
+from headrace.clock import Clock, within
 from headrace.config import RouterConfig
 from headrace.errors import AlreadyExists, Unavailable
 from headrace.protocol.inference import GenerateCommand, GenerateEvent, ModelInfo
@@ -24,7 +24,7 @@ from services.router.fleet import Fleet
 from services.router.interfaces import Claims, Dialer, Membership
 from services.router.placing import Placing
 from services.router.probing import Probing
-from services.router.request import Request, RouterParts, within
+from services.router.request import Request, RouterParts
 
 RELEASE_TIMEOUT_S = 2.0
 """How long a router that stops waits for its last releases to arrive."""
@@ -101,7 +101,8 @@ class Router:
     async def drain(self, grace_s: float) -> None:
         """Refuses new requests and waits for the running ones, at most `grace_s`; what then still runs is cancelled."""
         self._draining = True
-        await within(self._parts.clock, grace_s, self._idle)
+        with contextlib.suppress(TimeoutError):
+            await within(self._parts.clock, grace_s, self._idle.wait())
         self._end_all()
 
     # --- one request ---------------------------------------------------------------------------------------------------------

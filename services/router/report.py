@@ -53,13 +53,12 @@ class RequestReport:
     def close(self, error: HeadraceError | None, request_id: str, usage: Usage, samples: int) -> None:
         """The request has ended: metrics, and the spans when it is traced."""
         self._measure(error, usage.generated_tokens / samples)
-        failed = {"error.type": error.reason} if error is not None else {}
         self._record.emit(
+            error=error.reason if error is not None else "",
             request_id=request_id,
             tokens=usage.prompt_tokens,
             generated_tokens=usage.generated_tokens,
             attempts=usage.attempts,
-            **failed,
         )
 
     def _measure(self, error: HeadraceError | None, tokens_a_sample: float) -> None:

@@ -7,13 +7,13 @@ string, an error, the caller's leaving, the deadline) ends it in `_end`, once.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from headrace.cache.seats import blocks_needed
-from headrace.clock import Clock, Deadline, Timer
+from headrace.clock import Clock, Deadline, Timer, within
 from headrace.config import RouterConfig
 from headrace.errors import AlreadyExists, Cancelled, DeadlineExceeded, HeadraceError, InternalError
 from headrace.observe import logs, telemetry
@@ -142,7 +142,8 @@ class Request:
         fleet, clock = self._parts.fleet, self._parts.clock
         if not fleet.has_pair.is_set():
             wait_s = RESTART_WAIT_S if fleet.had_pair else START_WAIT_S
-            await within(clock, min(wait_s, 0.9 * self.deadline.left_s()), fleet.has_pair)
+            with contextlib.suppress(TimeoutError):
+                await within(clock, min(wait_s, 0.9 * self.deadline.left_s()), fleet.has_pair.wait())
         if not fleet.has_pair.is_set():
             raise fleet.unavailable()
         field = limits.prompt_field(self._command)
@@ -292,15 +293,6 @@ class Request:
         self.outbox.close(last, error)
         self._report.close(error, self.display_id, self._usage(), self.sampling.n if self._prepared else 1)
         self._on_end(self)
-
-
-async def within(clock: Clock, seconds: float, event: asyncio.Event) -> None:
-    """Waits for `event`, at most `seconds` of `clock`."""
-    async with asyncio.TaskGroup() as group:
-        waiting = group.create_task(event.wait())
-        timer = clock.call_later(seconds, waiting.cancel)
-        await asyncio.wait((waiting,))
-        timer.cancel()
 
 
 def _as_ours(error: Exception, request_id: str) -> HeadraceError:
