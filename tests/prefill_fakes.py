@@ -284,7 +284,7 @@ def promise(order: PrefillCommand, **changes) -> Promise:
 
 def signed(promised: Promise, keys: MeshKeys = KEYS, expires_in_s: float = 10.0) -> Reservation:
     """The promise as it travels."""
-    return replace(sign(promised, keys), expires_in_s=expires_in_s)
+    return sign(promised, expires_in_s, keys=keys)
 
 
 def command(

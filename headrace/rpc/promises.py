@@ -41,7 +41,7 @@ class MeshKeys:
         return cls(keys)
 
 
-def sign(promise: Promise, keys: MeshKeys, expires_in_s: float = 0.0) -> Reservation:
+def sign(promise: Promise, expires_in_s: float, *, keys: MeshKeys) -> Reservation:
     """What a router carries to the writer; `expires_in_s` is the rank's, from now."""
     data = promise_to_bytes(promise)
     code = hmac.digest(keys.keys[0], data, "sha256") if keys.keys else b""

@@ -12,7 +12,6 @@ from headrace import transfer
 from headrace.engine.rank import open_worker
 from headrace.process.start import Start, run_service
 from headrace.process.worker import open_worker_process
-from headrace.rpc.promises import MeshKeys
 from services.decode import server as decode_server
 from services.decode.wiring import open_decoder
 from services.prefill import server as prefill_server
@@ -31,13 +30,18 @@ async def main(start: Start) -> None:
         stack.callback(target.close)
         source = transfer.open_source(BACKEND, prefill_worker.latent.rows, host)
         stack.callback(source.close)
-        keys = MeshKeys.load(start.config.mesh.key_file)
         decode = await stack.enter_async_context(
-            open_decoder(process.start, worker, process.identity, target, keys, transfer=BACKEND)
+            open_decoder(process.start, worker, process.identity, target, process.keys, transfer=BACKEND)
         )
         prefill = await stack.enter_async_context(
             open_prefiller(
-                process.start, prefill_worker, process.identity, process.registry, source, keys, transfer=BACKEND
+                process.start,
+                prefill_worker,
+                process.identity,
+                process.registry,
+                source,
+                process.keys,
+                transfer=BACKEND,
             )
         )
 
@@ -46,7 +50,7 @@ async def main(start: Start) -> None:
             prefill_server.register(prefill)(grpc_server)
 
         async def drain(grace_s: float) -> None:
-            await asyncio.gather(prefill.core.drain(grace_s), decode.drain(grace_s))
+            await asyncio.gather(prefill.drain(grace_s), decode.drain(grace_s))
 
         names = (decode_server.SERVICE, prefill_server.SERVICE)
         await process.serve(register, names, drain, roles=("prefill", "decode"))

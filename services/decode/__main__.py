@@ -6,7 +6,6 @@ from headrace import config as configuration
 from headrace import transfer
 from headrace.process.start import Start, run_service
 from headrace.process.worker import open_worker_process
-from headrace.rpc.promises import MeshKeys
 from services.decode import server
 from services.decode.wiring import open_decoder
 
@@ -19,9 +18,8 @@ async def main(start: Start) -> None:
         reached_at = process.identity.address if backend == "grpc" else start.config.mesh.host
         target = transfer.open_target(backend, process.worker.latent.rows, reached_at)
         process.stack.callback(target.close)
-        keys = MeshKeys.load(start.config.mesh.key_file)
         opened = await process.stack.enter_async_context(
-            open_decoder(process.start, process.worker, process.identity, target, keys, transfer=backend)
+            open_decoder(process.start, process.worker, process.identity, target, process.keys, transfer=backend)
         )
         write_rows = getattr(target, "write", None) if backend == "grpc" else None
         register = server.register(opened.core, opened.links, write_rows)

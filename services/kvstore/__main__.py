@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
+from headrace.launch.sockets import unused_port
 from headrace.process.start import Start, run_service, serve
 from headrace.protocol.common import WorkerIdentity
 from headrace.rpc.links import LinkSettings
-from headrace.rpc.server import unused_port
 from services.kvstore.core import KvStore
 from services.kvstore.links import worker_links
 from services.kvstore.redis_index import RedisIndex
