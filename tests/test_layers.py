@@ -45,6 +45,7 @@ DOORS = {
     "grpc": ("headrace/rpc/*.py", "headrace/client.py", "services/*/server.py"),
     "grpc_health": ("headrace/rpc/*.py",),
     "grpc_reflection": ("headrace/rpc/server.py",),
+    "google.rpc": ("headrace/rpc/status.py",),
     "flashinfer": ("kernels/*/*.py",),
     "flash_mla": ("kernels/*/*.py",),
     "deep_ep": ("kernels/*/*.py",),
