@@ -60,16 +60,20 @@ def _token_logprob_to_pb(value: p.TokenLogprob) -> inference_pb2.TokenLogprob:
     return inference_pb2.TokenLogprob(token_id=value.token_id, logprob=value.logprob, top=top)
 
 
-def _delta_to_pb(value: p.SampleDelta) -> inference_pb2.SampleDelta:
-    return inference_pb2.SampleDelta(
+def _add_delta(message: inference_pb2.GenerateResponse, value: p.SampleDelta) -> None:
+    """One delta. Made for every token of the public stream: what is not set in most of them is not touched."""
+    delta = message.deltas.add(
         sample_index=value.sample_index,
         first_position=value.first_position,
         token_ids=value.token_ids,
         text=value.text,
-        logprobs=[_token_logprob_to_pb(entry) for entry in value.logprobs],
-        finish_reason=int(value.finish_reason),  # type: ignore[arg-type]
-        matched_stop=value.matched_stop,
     )
+    if value.logprobs:
+        delta.logprobs.extend([_token_logprob_to_pb(entry) for entry in value.logprobs])
+    if value.finish_reason:
+        delta.finish_reason = int(value.finish_reason)  # type: ignore[assignment]
+    if value.matched_stop:
+        delta.matched_stop = value.matched_stop
 
 
 def _delta_from_pb(message: inference_pb2.SampleDelta) -> p.SampleDelta:
@@ -89,9 +93,9 @@ def _delta_from_pb(message: inference_pb2.SampleDelta) -> p.SampleDelta:
 
 def generate_event_to_pb(value: p.GenerateEvent) -> inference_pb2.GenerateResponse:
     """A part of an answer."""
-    message = inference_pb2.GenerateResponse(
-        request_id=value.request_id, deltas=[_delta_to_pb(delta) for delta in value.deltas]
-    )
+    message = inference_pb2.GenerateResponse(request_id=value.request_id)
+    for delta in value.deltas:
+        _add_delta(message, delta)
     if value.final is not None:
         final = value.final
         message.final.CopyFrom(

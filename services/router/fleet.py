@@ -58,6 +58,7 @@ class Fleet:
         self.no_pair = asyncio.Event()
         self.no_pair.set()
         self.had_pair = False
+        self._capacity: Capacity | None = None
         """Whether there has ever been one."""
 
     # --- what others ask -----------------------------------------------------------------------------------------------------
@@ -83,6 +84,11 @@ class Fleet:
 
     def capacity(self) -> Capacity:
         """What the ranks that are ready could hold. Raises Unavailable when there is no pair."""
+        if self._capacity is None:
+            self._capacity = self._measure()
+        return self._capacity
+
+    def _measure(self) -> Capacity:
         prefills = [x.info for x in self.prefills() if x.is_ready and x.info]
         decodes = [x.info for x in self.decodes() if x.is_ready and x.info]
         if not prefills or not decodes:
@@ -175,6 +181,7 @@ class Fleet:
 
     def changed(self) -> None:
         """Tells those who wait for a pair, or for its absence, and those who wait for room."""
+        self._capacity = None
         decodes = {x.fingerprint for x in self.decodes() if x.is_ready}
         has_pair = any(x.is_ready and x.fingerprint in decodes for x in self.prefills())
         (self.has_pair if has_pair else self.no_pair).set()
@@ -223,7 +230,7 @@ class Fleet:
             return
         if info.identity.epoch != rank.identity.epoch and not self._rename(rank, info.identity):
             return
-        rank.info = info
+        rank.learn(info)
         self.news.set()
         self.changed()
 
@@ -255,7 +262,10 @@ class Fleet:
         """Its links are gone. Another epoch at its address means that it has ended; else it is dialled again."""
         if self._ranks.get((rank.role, rank.identity)) is not rank or rank.state is RankState.LOST:
             return
-        log.warning("links lost", role=role_name(rank.role), address=rank.identity.address, reason=error.reason)
+        if rank.was_open:
+            rank.was_open = False
+            where = {"role": role_name(rank.role), "address": rank.identity.address}
+            log.warning("links lost", **where, reason=error.reason, detail=error.message)
         if error.reason == StaleEpoch.reason and rank.identity.epoch:
             role, address = rank.role, rank.identity.address
             self._bury(rank)
