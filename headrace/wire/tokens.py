@@ -11,7 +11,7 @@ from typing import Any
 from headrace.errors import InternalError, InvalidRequest
 from headrace.protocol import decode as p
 from headrace.v1 import decode_pb2
-from headrace.wire.common import finish_reason_from_pb, stage_to_pb, stages_from_pb
+from headrace.wire.common import add_stages, finish_reason_from_pb, stages_from_pb
 
 
 def _column(values: Sequence[float], code: str) -> bytes:
@@ -34,8 +34,8 @@ def frame_to_pb(value: p.TokenFrame) -> decode_pb2.TokenFrame:
         token_counts=_column([len(x.token_ids) for x in records], "i"),
         token_ids=_column([token for x in records for token in x.token_ids], "i"),
     )
-    if value.ends:
-        message.ends.extend([_end_to_pb(end) for end in value.ends])
+    for end in value.ends:
+        _add_end(message, end)
     if any([x.logprobs is not None for x in records]):
         _add_logprob_columns(message, records)
     return message
@@ -50,15 +50,15 @@ def _add_logprob_columns(message: decode_pb2.TokenFrame, records: Sequence[p.Tok
     message.top_logprobs = _column([value for _, value in alternatives], "f")
 
 
-def _end_to_pb(value: p.SampleEnd) -> decode_pb2.SampleEnd:
-    return decode_pb2.SampleEnd(
+def _add_end(message: decode_pb2.TokenFrame, value: p.SampleEnd) -> None:
+    end = message.ends.add(
         handle=value.handle,
         sample_index=value.sample_index,
-        finish_reason=int(value.finish_reason),  # type: ignore[arg-type]
+        finish_reason=int(value.finish_reason),
         error_reason=value.error_reason,
-        stages=[stage_to_pb(stage) for stage in value.stages],
         output_token_count=value.output_tokens,
     )
+    add_stages(end.stages, value.stages)
 
 
 def frame_from_pb(message: decode_pb2.TokenFrame) -> p.TokenFrame:
