@@ -211,7 +211,7 @@ async def a_dead_writer_ends_in_a_fence(decode, dead):
         assert ledger.fences == 1
         after = read(await router.reserve(command("after", 3)))
         assert after.target.session != before.target.session
-        with pytest.raises(HeadraceError):
-            async with writer_of(decode.address, dead, decode.epoch) as writer:
+        async with writer_of(decode.address, dead, decode.epoch) as writer:
+            with pytest.raises(HeadraceError):
                 await writer.ask(p.BeginCommand(before.reservation_id))
     await peers.close()
