@@ -17,6 +17,7 @@ from headrace.errors import (
     IncompatiblePeer,
     InternalError,
     InvalidRequest,
+    Overloaded,
     StaleAttempt,
     StaleEpoch,
     Unavailable,
@@ -41,6 +42,8 @@ RESUMABLE = ("CONNECTION_LOST", "LINK_SILENT")
 """Reasons after which a link goes on over another connection; every other one is final."""
 RETRY_BEATS = 0.25
 """Pause between two tries to connect again."""
+MAX_LINKS = 4096
+"""Peers that one server has links to; one more is refused."""
 MAX_LOST_IDS = 1024
 """Ids of lost links that a server remembers, to refuse those who would resume them."""
 
@@ -256,6 +259,8 @@ class LinkServer:
     def _replace(self, older: Link | None, hello: LinkHello) -> Link:
         if older is not None:
             self._lose(older, Unavailable("its process opened another link", reason="LINK_LOST"))
+        elif len(self._by_epoch) >= MAX_LINKS:
+            raise Overloaded(f"{MAX_LINKS} links are open here", reason="TOO_MANY_LINKS", retry_after_s=1.0)
         link = Link(
             self._kind,
             self._kind.from_server,
