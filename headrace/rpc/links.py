@@ -26,14 +26,15 @@ from headrace.observe import logs
 from headrace.protocol.common import WorkerIdentity, WorkerInfo, WorkerProgress
 from headrace.protocol.link import NEWEST_VERSION, OLDEST_VERSION, LinkHello
 from headrace.rpc.channel import dial
+from headrace.rpc.connection import Connection
+from headrace.rpc.connection import LinkSettings as LinkSettings
 from headrace.rpc.kinds import CATALOGUE_LINK as CATALOGUE_LINK
 from headrace.rpc.kinds import DECODE_LINK as DECODE_LINK
 from headrace.rpc.kinds import PREFILL_LINK as PREFILL_LINK
 from headrace.rpc.kinds import TOKEN_LINK as TOKEN_LINK
 from headrace.rpc.kinds import WRITER_LINK as WRITER_LINK
 from headrace.rpc.kinds import LinkKind as LinkKind
-from headrace.rpc.link import Connection, Link, LinkHandler, outgoing
-from headrace.rpc.link import LinkSettings as LinkSettings
+from headrace.rpc.link import Link, LinkHandler, outgoing
 from headrace.wire.link import hello_from_pb, hello_to_pb
 
 log = logs.get(__name__)
