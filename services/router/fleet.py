@@ -7,6 +7,7 @@ serves there now, so that a restarted rank is found also while the registry is b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from headrace.clock import Clock
@@ -22,6 +23,7 @@ log = logs.get(__name__)
 
 ROLES = (WorkerRole.PREFILL, WorkerRole.DECODE)
 MAX_DEAD = 1024
+FLUSH_LOOK_S = 0.005
 _faults = telemetry.counter("headrace.router.worker_faults")
 
 
@@ -192,9 +194,10 @@ class Fleet:
 
     async def close(self, within_s: float) -> None:
         """Ends every link, once what was released has arrived; waits for that at most `within_s`."""
-        until = self._clock.now() + within_s
-        while self._clock.now() < until and not all(rank.links.is_flushed for rank in self._ranks.values()):
-            await asyncio.sleep(0.005)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while not all(rank.links.is_flushed for rank in self._ranks.values()):
+                    await asyncio.sleep(FLUSH_LOOK_S)
         for rank in self.ranks():
             self._drop(rank, Unavailable("the router stops", reason="LINK_LOST"))
 
@@ -262,8 +265,8 @@ class Fleet:
         """Its links are gone. Another epoch at its address means that it has ended; else it is dialled again."""
         if self._ranks.get((rank.role, rank.identity)) is not rank or rank.state is RankState.LOST:
             return
-        if rank.was_open:
-            rank.was_open = False
+        was_open, rank.was_open = rank.was_open, False
+        if was_open:
             where = {"role": role_name(rank.role), "address": rank.identity.address}
             log.warning("links lost", **where, reason=error.reason, detail=error.message)
         if error.reason == StaleEpoch.reason and rank.identity.epoch:
@@ -272,8 +275,9 @@ class Fleet:
             if all(x.role is not role or x.identity.address != address for x in self._ranks.values()):
                 self._replace(role, WorkerIdentity(address, ""))
         else:
-            self.suspect(rank, error)
-            rank.why = rank.why or f"{error.reason}: {error.message}"
+            rank.why = f"{error.reason}: {error.message}"
+            if was_open:
+                self.suspect(rank, error)
             rank.check_at = self._clock.now() + rank.backoff_s
             rank.backoff_s = min(2 * rank.backoff_s, MAX_BACKOFF_S)
         self.changed()

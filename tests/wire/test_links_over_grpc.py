@@ -247,7 +247,11 @@ async def test_a_program_of_version_1_which_knows_no_hello_is_told_that_its_call
 @in_loop
 async def test_a_server_without_such_a_link_is_of_another_version():
     async with Rank().open() as rank:
-        error = await refused(rank, kind=PREFILL_LINK)
+        for _ in range(5):
+            error = await refused(rank, kind=PREFILL_LINK)
+            # The server answers before it reads: gRPC may then report its own failed write, and a later link hears the answer.
+            if error.message != "Internal error from Core":
+                break
         assert isinstance(error, IncompatiblePeer) and error.reason == "PROTOCOL_VERSION"
 
 
