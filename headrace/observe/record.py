@@ -12,6 +12,9 @@ from typing import Any
 
 from headrace.observe import telemetry
 
+EVERYWHERE = ("request_id",)
+"""Attributes of every span of a record."""
+
 
 class Record:
     """Stages under one root. `root` names the span of the whole, None makes stages direct children of the caller's span.
@@ -41,17 +44,17 @@ class Record:
 
     def emit(self, *, error: str = "", **attributes: Any) -> None:
         """Hands the spans on, once; later calls do nothing. `attributes` and `error` (what went wrong) belong to the root, or to every
-        stage where there is none."""
+        stage where there is none; those of EVERYWHERE to both."""
         if self._is_emitted or not self.is_sampled:
             return
         self._is_emitted = True
         shift_s = time.time() - time.monotonic()
-        shared = {} if self._root is not None else {**attributes, **({"error.type": error} if error else {})}
+        whole = {**attributes, **({"error.type": error} if error else {})}
+        shared = whole if self._root is None else {key: whole[key] for key in EVERYWHERE if key in whole}
         for name, start_s, end_s, own in self._stages:
             self._hand_on(name, secrets.token_hex(8), self._root_id, start_s + shift_s, end_s + shift_s, shared | own)
         if self._root is not None:
             began_s = min([self._began_s, *(start_s for _, start_s, _, _ in self._stages)])
-            whole = {**attributes, **({"error.type": error} if error else {})}
             self._hand_on(self._root, self._root_id, self._parent_id, began_s + shift_s, time.time(), whole)
 
     def _hand_on(

@@ -28,7 +28,11 @@ def test_a_whole_request_is_one_tree_below_the_callers_span(recording):
     record.emit(request_id="q", tokens=7)
     route, whole = telemetry.memory()
     assert (whole.name, whole.trace_id, whole.parent_id) == ("router.generate", PARENT[3:35], PARENT[36:52])
-    assert (route.name, route.parent_id, route.attributes) == ("router.route", whole.span_id, {"tokens": 7})
+    assert (route.name, route.parent_id, route.attributes) == (
+        "router.route",
+        whole.span_id,
+        {"tokens": 7, "request_id": "q"},
+    )
     assert whole.attributes == {"request_id": "q", "tokens": 7}
     assert record.trace_parent == f"00-{whole.trace_id}-{whole.span_id}-01", "the next hop hangs below the root"
     assert abs(route.duration_s - 0.5) < 1e-3 and abs(route.start_s - time.time()) < 2

@@ -16,7 +16,7 @@ from scenario import GREEDY, Asked, assert_equal, ids, until
 
 from headrace.errors import HeadraceError, StaleEpoch
 from headrace.launch.children import wait_ready
-from headrace.protocol.common import SamplingParams, WorkerIdentity
+from headrace.protocol.common import NumberFormat, SamplingParams, WorkerIdentity
 from headrace.protocol.decode import ReserveCommand
 from headrace.protocol.prefill import PrefillCommand
 from headrace.rpc.channel import open_channel
@@ -135,7 +135,8 @@ def row_bytes_in_all(mesh) -> int:
     async def ask() -> int:
         async with open_channel(mesh.address("decode-0")) as channel:
             layout = (await DecodeClient(channel).info()).layout
-        return layout.layer_count * layout.row_dim * {"fp32": 4, "bf16": 2}[layout.dtype]
+        (region,) = layout.regions
+        return region.layer_count * region.row_width * {NumberFormat.FP32: 4, NumberFormat.BF16: 2}[region.format]
 
     return asyncio.run(ask())
 

@@ -76,7 +76,9 @@ def test_a_trace_that_its_caller_does_not_sample_has_stage_times_and_no_span(mes
     trace = secrets.token_hex(16)
     _, final, _ = ask(mesh, 38, f"00-{trace}-{PARENT}-00")
     assert final.trace_id == trace and {stage.name for stage in final.stages} == set(STAGES)
-    ask(mesh, 39, f"00-{secrets.token_hex(16)}-{PARENT}-01")  # spans of a later request have been written by then
+    later = secrets.token_hex(16)
+    ask(mesh, 39, f"00-{later}-{PARENT}-01")
+    assert spans_of(mesh, later), "spans of a later request have been written by now"
     assert not [span for span in all_spans(mesh) if span.trace_id == trace]
 
 
