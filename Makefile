@@ -10,7 +10,7 @@ RUN_SET := $(if $(ON_GPU),requirements-gpu.txt,requirements.txt)
 ALONE := $(if $(ON_GPU),-r requirements-gpu-alone.txt) -r requirements-alone.txt
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: run test test-full install install-test install-gpu transfer-library protos golden llama lint clean
+.PHONY: run test test-full install install-test install-gpu transfer-library protos golden llama routers lint clean
 
 run: install
 	@$(BIN)/headrace demo
@@ -76,8 +76,13 @@ llama:
 	@test -x .venv-llama/bin/python || $(PYTHON) -m venv .venv-llama
 	@.venv-llama/bin/python -m pip install --quiet -r bench/requirements-llama.txt
 
+# The rivals of `headrace bench stream`, likewise.
+routers:
+	@test -x .venv-routers/bin/python || $(PYTHON) -m venv .venv-routers
+	@.venv-routers/bin/python -m pip install --quiet -r bench/requirements-routers.txt
+
 lint: install-test
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 clean:
-	rm -rf .venv .venv-golden .venv-llama build *.egg-info
+	rm -rf .venv .venv-golden .venv-llama .venv-routers build *.egg-info
