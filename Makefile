@@ -9,8 +9,12 @@ ON_GPU := $(wildcard $(GPU_STAMP))
 RUN_SET := $(if $(ON_GPU),requirements-gpu.txt,requirements.txt)
 ALONE := $(if $(ON_GPU),-r requirements-gpu-alone.txt) -r requirements-alone.txt
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# The linter of the protos comes through npm, where the host has it; its tests skip where it has not.
+BUF_STAMP := tests/buf/node_modules/.package-lock.json
+BUF := tests/buf/node_modules/.bin/buf
+WITH_NPM := $(shell command -v npm 2>/dev/null)
 
-.PHONY: run test test-full install install-test install-gpu transfer-library protos golden llama routers lint clean
+.PHONY: run test test-full install install-test install-gpu transfer-library protos protos-baseline buf golden llama routers lint clean
 
 run: install
 	@$(BIN)/headrace demo
@@ -23,7 +27,7 @@ test-full: install-test
 
 install: $(RUN_STAMP) transfer-library
 
-install-test: $(TEST_STAMP) transfer-library
+install-test: $(TEST_STAMP) $(if $(WITH_NPM),$(BUF_STAMP)) transfer-library
 
 $(RUN_STAMP): $(RUN_SET) $(filter %.txt,$(ALONE)) pyproject.toml
 	@echo "Creating .venv (this downloads torch once) ..."
@@ -65,6 +69,17 @@ transfer-library:
 protos: install-test
 	@$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --grpc_python_out=. --pyi_out=. protos/headrace/v1/*.proto
 
+# buf, of the version that tests/buf/package-lock.json pins by its hash.
+buf: $(BUF_STAMP)
+
+$(BUF_STAMP): tests/buf/package.json tests/buf/package-lock.json tests/buf/.npmrc
+	@npm ci --silent --prefix tests/buf
+	@touch $@
+
+# The protos as they were released, which tests/core/test_buf.py compares with. For a release, or before the first: it forgets what was promised.
+protos-baseline: $(BUF_STAMP)
+	@$(BUF) build --exclude-source-info --output protos/baseline.binpb
+
 # Golden values come from transformers, in an environment of its own.
 golden:
 	@test -x .venv-golden/bin/python || $(PYTHON) -m venv .venv-golden
@@ -85,4 +100,4 @@ lint: install-test
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 clean:
-	rm -rf .venv .venv-golden .venv-llama .venv-routers build *.egg-info
+	rm -rf .venv .venv-golden .venv-llama .venv-routers tests/buf/node_modules build *.egg-info

@@ -24,7 +24,7 @@ from headrace.config import EngineConfig
 from headrace.engine.offline import Engine
 from headrace.engine.request import SampledToken
 from headrace.errors import ConfigError
-from headrace.protocol import SamplingParams
+from headrace.protocol.common import SamplingParams
 
 PROMPT_TOKENS = 64
 OUTPUT_TOKENS = 64

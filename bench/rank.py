@@ -35,7 +35,7 @@ from headrace.model.deepseek.fused_kernels import FusedKernels
 from headrace.model.weights.random_weights import PUBLISHED, published_config, random_transformer
 from headrace.planning import roofline
 from headrace.planning.ceilings import Ceilings
-from headrace.protocol import SamplingParams
+from headrace.protocol.common import SamplingParams
 
 BLOCK_SIZE = 64
 LARGE = 65536  # tokens a prefill step from which one timed run, after the profiled one, is enough

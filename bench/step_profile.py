@@ -21,7 +21,7 @@ import torch
 from headrace.engine.offline import Engine
 from headrace.engine.steps.plain import PlainSteps
 from headrace.engine.steps.replayed import ReplayedSteps
-from headrace.protocol import SamplingParams
+from headrace.protocol.common import SamplingParams
 from kernels.toolchain import cpu_library
 
 STEPS = 63

@@ -1,14 +1,14 @@
 """Time as a collaborator, so that tests own it.
 
-`Clock.now()` is monotonic seconds; `wait(seconds)` suspends a coroutine. `Deadline` is a point on such a clock. `first_of` and `within` are
-the two races that everyone runs.
+`Clock.now()` is monotonic seconds; `wait(seconds)` suspends a coroutine, `call_later(seconds, function)` calls one. `Deadline` is a
+point on such a clock. `first_of` and `within` are the two races that everyone runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -17,12 +17,20 @@ from headrace.errors import DeadlineExceeded, unwrap
 T = TypeVar("T")
 
 
+class Timer(Protocol):
+    """A call that is due later."""
+
+    def cancel(self) -> None: ...
+
+
 class Clock(Protocol):
     """What a core needs of time."""
 
     def now(self) -> float: ...
 
     async def wait(self, seconds: float) -> None: ...
+
+    def call_later(self, seconds: float, function: Callable[[], None]) -> Timer: ...
 
 
 class SystemClock:
@@ -36,13 +44,38 @@ class SystemClock:
         """Suspends the calling task for `seconds`."""
         await asyncio.sleep(seconds)
 
+    def call_later(self, seconds: float, function: Callable[[], None]) -> Timer:
+        """Calls `function` on the running loop after `seconds`, unless cancelled."""
+        return asyncio.get_running_loop().call_later(seconds, function)
+
+
+class FakeTimer:
+    """A call that FakeClock owes."""
+
+    def __init__(self, function: Callable[[], None]):
+        self._function: Callable[[], None] | None = function
+
+    def cancel(self) -> None:
+        """It is not called."""
+        self._function = None
+
+    def done(self) -> bool:
+        """Whether it was called or cancelled."""
+        return self._function is None
+
+    def set_result(self, _: None) -> None:
+        """Calls it."""
+        function, self._function = self._function, None
+        if function is not None:
+            function()
+
 
 class FakeClock:
     """A clock that moves only when a test says so."""
 
     def __init__(self, start: float = 1000.0):
         self._now = start
-        self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
+        self._sleepers: list[tuple[float, asyncio.Future[None] | FakeTimer]] = []
 
     def now(self) -> float:
         """The time that `advance` has reached."""
@@ -56,6 +89,12 @@ class FakeClock:
         future = asyncio.get_running_loop().create_future()
         self._sleepers.append((self._now + seconds, future))
         await future
+
+    def call_later(self, seconds: float, function: Callable[[], None]) -> Timer:
+        """Calls `function` when `advance` passes its time, unless cancelled."""
+        timer = FakeTimer(function)
+        self._sleepers.append((self._now + seconds, timer))
+        return timer
 
     async def advance(self, seconds: float) -> None:
         """Moves time forward and lets everyone who was due run."""

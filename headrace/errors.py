@@ -18,6 +18,7 @@ HeadraceError
     ├── ConfigError            INVALID_ARGUMENT      a setting, named by its path
     ├── CheckpointError        FAILED_PRECONDITION   a model directory we cannot serve, and why
     ├── LayoutMismatch         FAILED_PRECONDITION   two workers whose KV layouts differ were paired
+    ├── IncompatiblePeer       FAILED_PRECONDITION   two processes that do not speak the same protocol
     └── InternalError          INTERNAL              a broken promise of our own
 """
 
@@ -149,6 +150,12 @@ class LayoutMismatch(OurFault):
     """Two workers whose KV layouts differ were paired."""
 
     reason = "LAYOUT_MISMATCH"
+
+
+class IncompatiblePeer(OurFault):
+    """Two processes of different protocol versions, or of settings that cannot work together."""
+
+    reason = "INCOMPATIBLE_PEER"
 
 
 class InternalError(OurFault):

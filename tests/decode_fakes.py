@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import itertools
 import time
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from headrace import protocol as p
 from headrace.cache.blocks import BlockPool
 from headrace.clock import FakeClock
 from headrace.config import DecodeConfig
 from headrace.engine.request import SampledToken
-from headrace.errors import TransferError, Unavailable
+from headrace.errors import HeadraceError, TransferError, Unavailable
 from headrace.process.faults import Faults
+from headrace.protocol import common
+from headrace.protocol import decode as p
 from services.decode.core import Decoder
 from services.decode.interfaces import Collaborators
+from services.decode.tokens import record_bytes
 
-NUM_LAYERS, BLOCK_SIZE = 3, 4
-WRITER = p.WorkerIdentity("127.0.0.1:7001", "writer-epoch-one")
-ROUTER = p.WorkerIdentity("127.0.0.1:7000", "router-epoch-one")
-DECODE = p.WorkerIdentity("127.0.0.1:7002", "decode-epoch-one")
+NUM_LAYERS, BLOCK_SIZE, VOCABULARY_SIZE = 3, 4, 1000
+WRITER = common.WorkerIdentity("127.0.0.1:7001", "writer-epoch-one")
+ROUTER = common.WorkerIdentity("127.0.0.1:7000", "router-epoch-one")
+DECODE = common.WorkerIdentity("127.0.0.1:7002", "decode-epoch-one")
+
+
+def run(function):
+    """An async test, run to its end."""
+
+    @functools.wraps(function)
+    def test():
+        asyncio.run(asyncio.wait_for(function(), 60))
+
+    return test
 
 
 class FakeEngine:
@@ -31,6 +45,7 @@ class FakeEngine:
 
     def __init__(self):
         self.batch: dict[tuple[int, int], list] = {}
+        self.top = ((1, -0.5), (2, -1.5))
         self.steps = 0
         self.removing = asyncio.Event()
         self.removing.set()
@@ -41,6 +56,10 @@ class FakeEngine:
     def add(self, sequences):
         for sequence in sequences:
             self.batch[sequence.handle, sequence.sample_index] = [sequence, len(sequence.output_token_ids)]
+
+    @property
+    def pending(self):
+        return min(1, len(self.batch))
 
     async def remove(self, handle, sample_index=None):
         await self.removing.wait()
@@ -53,9 +72,9 @@ class FakeEngine:
         for key, entry in list(self.batch.items()):
             sequence, position = entry
             last = position + 1 >= sequence.sampling.max_tokens
-            reason = p.FinishReason.LENGTH if last else p.FinishReason.NONE
+            reason = common.FinishReason.LENGTH if last else common.FinishReason.NONE
             logprob = None if sequence.sampling.logprobs is None else -0.5
-            top = ((1, -0.5), (2, -1.5)) if sequence.sampling.logprobs else ()
+            top = self.top if sequence.sampling.logprobs else ()
             tokens.append(SampledToken(*key, position, 100 + position, logprob, top, reason))
             entry[1] += 1
             if last:
@@ -71,7 +90,7 @@ class FakeTarget:
 
     def descriptor(self):
         return p.TargetDescriptor(
-            "local", f"session-{self.fences}", 0, 8 * BLOCK_SIZE * self.num_blocks, 8 * BLOCK_SIZE, 8, BLOCK_SIZE,
+            common.TransferBackend.LOCAL, f"session-{self.fences}", 0, 8 * BLOCK_SIZE * self.num_blocks, 8 * BLOCK_SIZE, 8, BLOCK_SIZE,
             NUM_LAYERS, self.num_blocks,
         )  # fmt: skip
 
@@ -126,10 +145,10 @@ class Rows:
                 source * BLOCK_SIZE : source * BLOCK_SIZE + num_rows
             ]
 
-    def push(self, reservation: p.Reservation) -> tuple[p.SequenceManifest, ...]:
-        """Writes what a reservation owes, as a prefill rank would, and says what was written."""
+    def push(self, promise: p.Promise) -> tuple[p.SequenceManifest, ...]:
+        """Writes what a promise owes, as a prefill rank would, and says what was written."""
         manifest = []
-        for sequence in reservation.sequences:
+        for sequence in promise.sequences:
             where = (sequence.block_ids, sequence.first_row, sequence.num_rows)
             for layer in range(NUM_LAYERS):
                 values = 1000 * (layer + 1) + np.arange(sequence.num_rows) + sequence.first_row
@@ -139,6 +158,60 @@ class Rows:
             )
             manifest.append(p.SequenceManifest(sequence.sample_index, sequence.first_row, layers))
         return tuple(manifest)
+
+
+class FakeTokenLink:
+    """A router's token link. Frames are kept in `frames`; while `reads` is false none of them is acknowledged."""
+
+    def __init__(self, peer=ROUTER):
+        self.peer, self.frames = peer, []
+        self.is_open, self.is_lost, self.reads = True, False, True
+        self.unacknowledged_bytes = self.acknowledged_through = 0
+        self.fails: list[Exception] = []
+        """What the next sends raise."""
+
+    def send(self, frame):
+        if self.is_lost:
+            raise Unavailable("lost", reason="LINK_LOST")
+        if self.fails:
+            raise self.fails.pop(0)
+        self.frames.append(frame)
+        if self.reads:
+            self.acknowledged_through = len(self.frames)
+        else:
+            self.unacknowledged_bytes += sum(record_bytes(record) for record in frame.records)
+        return len(self.frames)
+
+    def lose(self, error):
+        self.is_open, self.is_lost = False, True
+
+
+def answered() -> tuple[asyncio.Future, object]:
+    """A future, and the `answer` that fulfils it."""
+    future = asyncio.get_running_loop().create_future()
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody need look
+
+    def answer(said):
+        if isinstance(said, HeadraceError):
+            future.set_exception(said)
+        else:
+            future.set_result(said)
+
+    return future, answer
+
+
+@dataclass
+class Signer:
+    """Signs nothing; `promises` by reservation id."""
+
+    promises: dict[str, p.Promise] = field(default_factory=dict)
+
+    def sign(self, promise, expires_in_s):
+        self.promises[promise.reservation_id] = promise
+        return p.Reservation(promise.reservation_id.encode(), b"", expires_in_s)
+
+    def read(self, reservation: p.Reservation) -> p.Promise:
+        return self.promises[reservation.promise.decode()]
 
 
 @dataclass
@@ -152,42 +225,97 @@ class Rank:
     writer: FakeWriter
     rows: Rows
     pool: BlockPool
-    frames: list[p.TokenFrame] = field(default_factory=list)
+    signer: Signer
+    link: FakeTokenLink
+    collaborators: Collaborators
+    begun: set[str] = field(default_factory=set)
     handles: itertools.count = field(default_factory=lambda: itertools.count(1))
 
     def command(self, request_id="r", attempt=1, *, prompt=6, max_tokens=4, n=1, delivered=None, **changes):
-        sampling = p.SamplingParams(n=n, max_tokens=max_tokens, logprobs=changes.pop("logprobs", None))
+        sampling = common.SamplingParams(n=n, max_tokens=max_tokens, logprobs=changes.pop("logprobs", None))
         values = dict(
             request_id=request_id, attempt=attempt, writer=WRITER, prompt_tokens=prompt,
             sample_indices=tuple(range(n)), delivered_counts=delivered or (0,) * n, sampling=sampling,
-            stream_interval=1, router=ROUTER, handle=next(self.handles), decode_epoch=DECODE.epoch,
+            stream_interval=1, handle=next(self.handles), time_left_s=5.0,
         )  # fmt: skip
         return p.ReserveCommand(**(values | changes))
 
-    def commit_command(self, reserve, reservation, manifest, **changes):
+    def commit_command(self, reserve, promise, manifest, **changes):
         samples = tuple(
             p.SampleState(index, tuple(range(50, 51 + count)))
             for index, count in zip(reserve.sample_indices, reserve.delivered_counts, strict=True)
         )
         values = dict(
-            reservation_id=reservation.reservation_id, request_id=reserve.request_id, attempt=reserve.attempt,
-            writer_epoch=WRITER.epoch, manifest=manifest, samples=samples,
+            reservation_id=promise.reservation_id, request_id=reserve.request_id, attempt=reserve.attempt,
+            manifest=manifest, samples=samples,
             prompt_token_ids=tuple(range(reserve.prompt_tokens)),
         )  # fmt: skip
         return p.CommitCommand(**(values | changes))
 
-    async def reserve(self, command, time_left_s=5.0):
-        return await self.core.reserve(command, time_left_s)
+    def reserving(self, command, router=ROUTER, **changes) -> asyncio.Future:
+        """The answer to a Reserve."""
+        future, answer = answered()
+        try:
+            self.core.reserve(router, dataclasses.replace(command, **changes), answer)
+        except HeadraceError as error:
+            answer(error)
+        return future
 
-    async def start(self, request_id="r", **options):
-        """Reserve, push, commit: a running request."""
+    async def reserve(self, command, router=ROUTER, **changes) -> p.Promise:
+        """What was promised."""
+        return self.signer.read(await self.reserving(command, router, **changes))
+
+    async def writing(self, command, router=ROUTER) -> p.Promise:
+        """A promise whose writer has begun."""
+        promise = await self.reserve(command, router)
+        self.begin(promise)
+        return promise
+
+    def push(self, promise) -> tuple[p.SequenceManifest, ...]:
+        """What a writer does: it begins, once, and writes."""
+        self.begin(promise)
+        return self.rows.push(promise)
+
+    def begin(self, promise) -> None:
+        """Once."""
+        if promise.reservation_id not in self.begun:
+            self.begun.add(promise.reservation_id)
+            assert self.core.begin(promise.reservation_id, promise.writer.epoch) == 10.0
+
+    def committing(self, command, writer_epoch=WRITER.epoch) -> asyncio.Future:
+        """The answer to a Commit."""
+        future, answer = answered()
+        try:
+            self.core.commit(command, writer_epoch, answer)
+        except HeadraceError as error:
+            answer(error)
+        return future
+
+    async def commit(self, command, writer_epoch=WRITER.epoch) -> float:
+        """How long the accepted commit took."""
+        return (await self.committing(command, writer_epoch)).commit_duration_s
+
+    async def start(self, request_id="r", router=ROUTER, **options):
+        """Reserve, begin, push, commit: a running request."""
         command = self.command(request_id, **options)
-        reservation = await self.reserve(command)
-        await self.core.commit(self.commit_command(command, reservation, self.rows.push(reservation)))
-        return command, reservation
+        promise = await self.reserve(command, router)
+        await self.commit(self.commit_command(command, promise, self.push(promise)))
+        return command, promise
 
-    def release(self, request_id="r", attempt=1, samples=()):
-        self.core.release(request_id, attempt, DECODE.epoch, samples)
+    def release(self, request_id="r", attempt=1, samples=(), router=ROUTER):
+        self.core.release(router, p.ReleaseCommand(request_id, attempt, samples))
+
+    def connect(self, router=ROUTER) -> FakeTokenLink:
+        """Another token link."""
+        link = FakeTokenLink(router)
+        self.core.token_link_opened(link)
+        return link
+
+    def lose(self, link, error=None):
+        """A token link that does not come back."""
+        error = error or Unavailable("lost", reason="LINK_LOST")
+        link.lose(error)
+        self.core.token_link_lost(link, error)
 
     async def step(self, times=1):
         for _ in range(times):
@@ -199,10 +327,10 @@ class Rank:
         return self.core.ledger().blocks.held
 
     def records(self):
-        return [record for frame in self.frames for record in frame.records]
+        return [record for frame in self.link.frames for record in frame.records]
 
     def ends(self):
-        return [end for frame in self.frames for end in frame.ends]
+        return [end for frame in self.link.frames for end in frame.ends]
 
     async def all_free(self):
         """The leak ledger is zero, without traffic and without the clock."""
@@ -228,37 +356,26 @@ async def until(predicate, limit_s=5.0):
 
 
 @contextlib.asynccontextmanager
-async def reading(rank, router=ROUTER, resume_after=0, into=None):
-    """A connected router whose frames are collected."""
-    frames = rank.frames if into is None else into
-
-    async def read():
-        async for frame in rank.core.stream_tokens(router, DECODE.epoch, resume_after):
-            frames.append(frame)
-
-    async with asyncio.TaskGroup() as tasks:
-        reader = tasks.create_task(read())
-        await settle()
-        try:
-            yield reader
-        finally:
-            reader.cancel()
-
-
-@contextlib.asynccontextmanager
 async def decode_rank(num_blocks=16, *, faults=(), connected=True, max_context=64, clock=None, **config):
     """An open Decoder over fakes, with one router connected."""
     clock, engine, target, writer = clock or FakeClock(), FakeEngine(), FakeTarget(num_blocks), FakeWriter()
-    rows, pool = Rows(num_blocks), BlockPool(num_blocks, BLOCK_SIZE)
-    layout = p.KvLayout(NUM_LAYERS, 1, "int64", BLOCK_SIZE, "interleaved", "f")
-    info = p.WorkerInfo(DECODE, "decode", "fake", layout, num_blocks, max_context, 0, 8, True, "local")
+    rows, pool, signer = Rows(num_blocks), BlockPool(num_blocks, BLOCK_SIZE), Signer()
     collaborators = Collaborators(
-        clock, pool, engine, target, rows.checksums, rows.copy_rows, writer.stop, Faults.parse(faults)
+        clock, pool, engine, target, rows.checksums, rows.copy_rows, signer.sign, writer.stop, Faults.parse(faults)
     )
+    info = worker_info(num_blocks, max_context)
     async with Decoder.open(DecodeConfig(**config), info, collaborators) as core:
-        rank = Rank(core, clock, engine, target, writer, rows, pool)
-        if not connected:
-            yield rank
-            return
-        async with reading(rank):
-            yield rank
+        rank = Rank(core, clock, engine, target, writer, rows, pool, signer, FakeTokenLink(), collaborators)
+        if connected:
+            core.token_link_opened(rank.link)
+        yield rank
+
+
+def worker_info(num_blocks=16, max_context=64) -> common.WorkerInfo:
+    """What the rank says about itself."""
+    region = common.KvRegion("latent", NUM_LAYERS, 1, common.NumberFormat.FP32)
+    layout = common.KvLayout((region,), BLOCK_SIZE, common.RopeOrder.INTERLEAVED, "f")
+    return common.WorkerInfo(
+        DECODE, common.WorkerRole.DECODE, "fake", layout, num_blocks, max_context, max_batch_size=8,
+        transfer=common.TransferBackend.LOCAL, vocabulary_size=VOCABULARY_SIZE,
+    )  # fmt: skip

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from headrace.cache.seats import blocks_for
 from headrace.errors import InternalError, Overloaded
-from headrace.protocol import BlockLedger
+from headrace.protocol.common import BlockLedger
 
 
 class PoolExhausted(Overloaded):
@@ -38,8 +39,8 @@ class BlockState(enum.Enum):
 _HELD = (BlockState.RESERVED, BlockState.RUNNING, BlockState.QUARANTINED)
 
 
-def block_keys(salt: str, token_ids: Sequence[int], block_size: int) -> list[str]:
-    """32 hexadecimal digits for each full block: a chained hash of (salt, previous key, the block's token ids).
+def block_keys(salt: str, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """16 bytes for each full block: a chained hash of (salt, previous key, the block's token ids).
 
     Equal keys mean equal salts and equal tokens from position 0 up to the block's end. Engine cache, router index and
     kvstore all use this one function. A trailing partial block has no key.
@@ -50,7 +51,7 @@ def block_keys(salt: str, token_ids: Sequence[int], block_size: int) -> list[str
     keys = []
     for start in range(0, len(words) - step + 1, step):
         key = hashlib.blake2b(key + words[start : start + step], digest_size=16).digest()
-        keys.append(key.hex())
+        keys.append(key)
     return keys
 
 
@@ -105,26 +106,35 @@ class _FreeRuns:
 class BlockPool:
     """Allocates, shares, caches and frees the blocks of one rank. Not thread-safe: one thread or loop owns it.
 
-    `on_evict(keys)` is called after cached blocks were given to a new owner, with the keys that are gone.
+    Two functions hear of what `match_prefix` can find, in the order of events: `on_register(key)` of a key that is new,
+    `on_give_up(keys)` of keys that are gone, because their blocks were needed or were forgotten.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, on_evict: Callable[[list[str]], None] | None = None):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        on_register: Callable[[bytes], None] | None = None,
+        on_give_up: Callable[[list[bytes]], None] | None = None,
+    ):
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"empty pool: {num_blocks=} {block_size=}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.on_evict = on_evict
+        self.on_register = on_register
+        self.on_give_up = on_give_up
         self._runs = _FreeRuns(num_blocks)
         self._state = [BlockState.FREE] * num_blocks
         self._references = [0] * num_blocks
         self._counts = dict.fromkeys(_HELD, 0)
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._key_of: dict[int, str] = {}
-        self._block_of: dict[str, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` rows."""
-        return -(-num_tokens // self.block_size)
+        return blocks_for(num_tokens, self.block_size)
 
     def can_allocate(self, count: int) -> bool:
         """Whether `allocate(count)` would succeed now."""
@@ -178,7 +188,7 @@ class BlockPool:
             self._state[block] = state
             self._counts[state] += 1
 
-    def match_prefix(self, keys: Sequence[str], state: BlockState = BlockState.RUNNING) -> tuple[int, ...]:
+    def match_prefix(self, keys: Sequence[bytes], state: BlockState = BlockState.RUNNING) -> tuple[int, ...]:
         """Blocks that hold the longest known prefix of `keys`; the caller becomes an owner of each."""
         self._check_held_state(state)
         found = []
@@ -194,7 +204,7 @@ class BlockPool:
                 self._counts[state] += 1
         return tuple(found)
 
-    def register(self, key: str, block: int) -> bool:
+    def register(self, key: bytes, block: int) -> bool:
         """Says that a held block's rows are complete and are what `key` names. False if the key has a block already."""
         self._check_held([block])
         if key in self._block_of:
@@ -203,10 +213,13 @@ class BlockPool:
             raise InternalError(f"block {block} already has the key {self._key_of[block]}")
         self._key_of[block] = key
         self._block_of[key] = block
+        if self.on_register is not None:
+            self.on_register(key)
         return True
 
-    def forget(self, keys: Iterable[str]) -> None:
+    def forget(self, keys: Iterable[bytes]) -> None:
         """Makes keys unfindable; cached blocks among them become FREE. Unknown keys are ignored."""
+        gone = []
         for key in keys:
             block = self._block_of.pop(key, None)
             if block is None:
@@ -215,6 +228,12 @@ class BlockPool:
             if block in self._cached:
                 del self._cached[block]
                 self._release(block)
+            gone.append(key)
+        self._tell_gone(gone)
+
+    def registered_keys(self) -> tuple[bytes, ...]:
+        """Every key that `match_prefix` can find now."""
+        return tuple(self._block_of)
 
     def state(self, block: int) -> BlockState:
         """Where `block` is in its life."""
@@ -245,8 +264,11 @@ class BlockPool:
             del self._block_of[key]
             self._release(block)
             gone.append(key)
-        if gone and self.on_evict is not None:
-            self.on_evict(gone)
+        self._tell_gone(gone)
+
+    def _tell_gone(self, keys: list[bytes]) -> None:
+        if keys and self.on_give_up is not None:
+            self.on_give_up(keys)
 
     def _check_held_state(self, state: BlockState) -> None:
         if state not in self._counts:

@@ -11,7 +11,7 @@ from headrace.cli import options
 from headrace.cli.generate import show
 from headrace.client import Client
 from headrace.errors import HeadraceError
-from headrace.protocol import ChatMessage
+from headrace.protocol.inference import ChatMessage
 
 
 def chat(

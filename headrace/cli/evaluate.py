@@ -25,7 +25,7 @@ from headrace.cli import options
 from headrace.config import Config
 from headrace.errors import CheckpointError, ConfigError
 from headrace.evals.recall import SHORTEST, VALUE_KINDS, RecallCase, make_cases
-from headrace.protocol import SamplingParams
+from headrace.protocol.common import SamplingParams
 from headrace.text.chat import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 

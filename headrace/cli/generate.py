@@ -12,7 +12,7 @@ import typer
 
 from headrace.cli import options
 from headrace.client import Answer, Client
-from headrace.protocol import GenerateEvent
+from headrace.protocol.inference import GenerateEvent
 
 
 def generate(

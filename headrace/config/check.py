@@ -9,6 +9,8 @@ from headrace.errors import ConfigError
 def check(config: Config) -> None:
     """Refuses settings that cannot work together, with the numbers."""
     _check_times(config)
+    if not 0.05 <= config.links.beat_s <= 60:
+        raise ConfigError(f"links.beat_s = {config.links.beat_s} must lie in 0.05 .. 60 s", field="links.beat_s")
     for role in ("prefill", "decode"):
         _check_ranks(role, getattr(config, role))
     for engine in {engine_of(config, role, rank) for role, rank in _all_ranks(config)}:
@@ -19,6 +21,7 @@ def check(config: Config) -> None:
         ("engine.max_batch_size", config.engine.max_batch_size),
         ("prefill.groups", config.prefill.groups),
         ("decode.groups", config.decode.groups),
+        ("decode.request_credit_bytes", config.decode.request_credit_bytes),
         ("router.stream_interval", config.router.stream_interval),
         ("router.max_attempts", config.router.max_attempts),
     ):

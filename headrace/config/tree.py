@@ -20,6 +20,9 @@ class MeshConfig:
     """Address servers bind to and are dialled at."""
     base_port: int = 20600
     """First port the plan hands out; below the ephemeral range."""
+    key_file: str = ""
+    """Keys that promises are signed with, one or two hexadecimal lines, the newest first; readable by its owner only. Empty: `headrace up`
+    makes one; processes started by hand then sign nothing."""
     run_directory: str = ""
     """State of a running mesh: plan, logs, traces. Empty: `$XDG_STATE_HOME/headrace/<name>`."""
     start_timeout_s: float = 60.0
@@ -122,8 +125,8 @@ class DecodeConfig:
     reserve_expiry_s: float = 10.0
     quarantine_max_s: float = 20.0
     """Silence of a writer for so long replaces the transfer engine."""
-    stream_resume_s: float = 2.0
-    """A router's broken token stream may come back within this."""
+    request_credit_bytes: int = 1 << 20
+    """Tokens of one request that its router may leave unacknowledged; above it that request ends with READER_STALLED."""
     max_waiting_requests: int = 256
     """Reserve calls that may wait for room; one more is RESOURCE_EXHAUSTED."""
 
@@ -144,10 +147,20 @@ class RouterConfig:
     stream_interval: int = 1
     default_max_tokens: int = 256
     max_attempts: int = 4
-    reader_buffer_messages: int = 4096
-    """Messages a stalled reader may leave unread before its request is cancelled."""
+    reader_buffer_bytes: int = 1 << 20
+    """What a stalled reader may leave unread before its request is cancelled."""
     canary: bool = True
     """Whether a worker pair must answer a canary before it gets requests."""
+
+
+@dataclass(frozen=True)
+class LinksConfig:
+    """Links between the processes of a mesh; the same for all of them."""
+
+    beat_s: float = 1.0
+    """How often each side speaks at least. Three beats of silence break a connection, six end a link that did not come back."""
+    max_queued_bytes: int = 64 * 1024 * 1024
+    """What one link may owe its other side; beyond it the link is lost with READER_STALLED."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +204,7 @@ class Config:
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+    links: LinksConfig = field(default_factory=LinksConfig)
     kvstore: KvStoreConfig = field(default_factory=KvStoreConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)

@@ -28,7 +28,8 @@ from headrace.engine.steps.replayed import ReplayedSteps
 from headrace.errors import ConfigError, InvalidRequest
 from headrace.model.base import Model, ModelOptions, Stepping
 from headrace.model.families import family_of
-from headrace.protocol import FinishReason, FirstToken, SamplingParams
+from headrace.protocol.common import FinishReason, SamplingParams
+from headrace.protocol.prefill import FirstToken
 
 
 @dataclass

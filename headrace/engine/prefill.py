@@ -25,7 +25,8 @@ from headrace.engine.sampler import SamplingTable
 from headrace.engine.streams import event_now
 from headrace.errors import Cancelled, InvalidRequest
 from headrace.model.base import ForwardBatch
-from headrace.protocol import FinishReason, FirstToken
+from headrace.protocol.common import FinishReason
+from headrace.protocol.prefill import FirstToken
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,21 @@ class PrefillBatcher:
         self._lock = threading.Lock()
         self._queue: deque[PrefillJob] = deque()
         self._running: list[_Running] = []
+        self._counted_layers = 0
+        self._awaited_layers: deque[torch.cuda.Event] = deque(maxlen=4096)  # nobody may ask for a long time
+
+    @property
+    def completed_layers(self) -> int:
+        """Layers of all batches that have been computed, not only queued on a device. Ask from one thread only."""
+        while self._awaited_layers and self._awaited_layers[0].query():
+            self._awaited_layers.popleft()
+            self._counted_layers += 1
+        return self._counted_layers
+
+    @property
+    def pending_batches(self) -> int:
+        """Batches whose end is awaited: the one that computes, and one more while prompts wait for theirs."""
+        return bool(self._running) + bool(self._queue)
 
     @property
     def queued_jobs(self) -> int:
@@ -126,6 +142,7 @@ class PrefillBatcher:
 
         def on_layer(layer: int, ready: Callable[[], None] | None = None) -> None:
             ready = ready or _ready_now(self.runner.pool.rows.device)
+            self._count_layer()
             for running in plan.running:
                 if running.failure is None:
                     self._guarded(running, running.job.on_layer, layer, ready)
@@ -157,6 +174,13 @@ class PrefillBatcher:
             failed, self._running = self._running, []
         for running in failed:
             _report(running.job, running.failure or error)
+
+    def _count_layer(self) -> None:
+        event = event_now(self.runner.pool.rows.device)
+        if event is None:
+            self._counted_layers += 1
+        else:
+            self._awaited_layers.append(event)
 
     def _take(self) -> list[PrefillJob]:
         taken: list[PrefillJob] = []

@@ -12,7 +12,7 @@ import torch
 
 from headrace import config as configuration
 from headrace.cache.blocks import BlockPool
-from headrace.cache.latent import ROPE_ORDER, LatentPool
+from headrace.cache.latent import LatentPool
 from headrace.cache.rows import Rows
 from headrace.config import Config, TransferConfig
 from headrace.engine.exact import exact_self_test
@@ -23,12 +23,27 @@ from headrace.engine.thread import EngineThread
 from headrace.errors import ConfigError
 from headrace.model.base import Model
 from headrace.observe import logs
-from headrace.protocol import KvLayout, WorkerIdentity, WorkerInfo
+from headrace.protocol.common import (
+    KvLayout,
+    KvRegion,
+    NumberFormat,
+    RopeOrder,
+    TransferBackend,
+    WorkerIdentity,
+    WorkerInfo,
+    WorkerRole,
+)
 from headrace.transfer import mooncake_environment
 
 log = logs.get(__name__)
 
-_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8"}
+_FORMATS = {
+    torch.float32: NumberFormat.FP32,
+    torch.bfloat16: NumberFormat.BF16,
+    torch.float8_e4m3fn: NumberFormat.FP8,
+}
+EXACT_PROFILE = "exact-1"
+"""Numeric profile of exact mode: ranks of other arithmetic would not write the same rows."""
 
 
 @dataclass
@@ -50,8 +65,8 @@ class Worker:
         """The pool as transfer code sees it; each thread that reads or copies rows takes its own."""
         return Rows(self.latent)
 
-    def info(self, role: str, identity: WorkerIdentity, transfer: str) -> WorkerInfo:
-        """What this worker says of itself. `role` is `prefill` or `decode`."""
+    def info(self, role: WorkerRole, identity: WorkerIdentity, transfer: str) -> WorkerInfo:
+        """What this worker says of itself. `transfer` is a name of `transfer.backend`."""
         engine = self.config.engine
         return WorkerInfo(
             identity=identity,
@@ -60,10 +75,11 @@ class Worker:
             layout=self.layout,
             block_count=self.blocks.num_blocks,
             max_context_tokens=self.max_context_tokens,
-            max_batch_tokens=engine.max_batch_tokens if role == "prefill" else 0,
-            max_batch_size=engine.max_batch_size if role == "decode" else 0,
+            max_batch_tokens=engine.max_batch_tokens if role is WorkerRole.PREFILL else 0,
+            max_batch_size=engine.max_batch_size if role is WorkerRole.DECODE else 0,
             exact=self.transformer.exact,
-            transfer=transfer,
+            transfer=TransferBackend[transfer.upper()],
+            vocabulary_size=self.transformer.config.vocab_size,
         )
 
 
@@ -80,12 +96,11 @@ def open_worker(config: Config, *, engine: EngineThread | None = None, transform
     (region,), latent = transformer.kv_regions, parts.pool
     directory = configuration.model_directory(config)
     layout = KvLayout(
-        layer_count=region.num_layers,
-        row_dim=region.row_width,
-        dtype=_DTYPE_NAMES[latent.rows.dtype],
+        regions=(KvRegion(region.name, region.num_layers, region.row_width, _FORMATS[latent.rows.dtype]),),
         block_size=latent.block_size,
-        rope_order=ROPE_ORDER,
+        rope_order=RopeOrder.INTERLEAVED,
         model_fingerprint=model_fingerprint(directory),
+        numeric_profile=EXACT_PROFILE if transformer.exact else "",
     )
     return Worker(
         config=config,

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from headrace.protocol import FinishReason, FirstToken, SamplingParams
+from headrace.protocol.common import FinishReason, SamplingParams
+from headrace.protocol.prefill import FirstToken
 
 
 def _nothing(*_: object) -> None:

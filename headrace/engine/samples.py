@@ -9,7 +9,7 @@ import numpy as np
 from headrace.engine.request import DecodeSequence, finish_reason
 from headrace.engine.sampling_table import SamplingTable
 from headrace.engine.step import BlockTables
-from headrace.protocol import FinishReason
+from headrace.protocol.common import FinishReason
 
 
 class Samples:

@@ -14,7 +14,7 @@ import numpy as np
 
 from headrace.engine import noise
 from headrace.errors import InvalidRequest
-from headrace.protocol import SamplingParams
+from headrace.protocol.common import SamplingParams
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy."""

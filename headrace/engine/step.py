@@ -11,7 +11,7 @@ import torch
 
 from headrace.engine.request import SampledToken
 from headrace.model.upload import upload
-from headrace.protocol import FinishReason
+from headrace.protocol.common import FinishReason
 
 Top = tuple[tuple[int, float], ...]
 

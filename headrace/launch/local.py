@@ -18,12 +18,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from headrace import config as configuration
-from headrace import rpc
 from headrace.config import Config
 from headrace.errors import ConfigError, Unavailable
 from headrace.launch.children import start_child, stop_child, wait_ready
 from headrace.launch.redis_server import BundledRedis
 from headrace.launch.sockets import PortClaims
+from headrace.rpc.channel import is_serving
 
 WORKERS = {"prefill": "prefill", "decode": "decode", "aggregated": "decode"}
 """Services that compute -> the part of the settings that lists their devices."""
@@ -199,7 +199,7 @@ class Mesh:
     def wait_serving(self, timeout_s: float) -> None:
         """Waits until the router says SERVING: a canary token went through prefill and decode."""
         end = time.monotonic() + timeout_s
-        while not asyncio.run(rpc.is_serving(self.router_address)):
+        while not asyncio.run(is_serving(self.router_address)):
             self._check_alive()
             if time.monotonic() > end:
                 raise Unavailable(f"the mesh was not ready within {self.config.mesh.start_timeout_s} s")
@@ -232,7 +232,7 @@ class Mesh:
             router = str(json.loads(file.read_text())["router"])
         except (OSError, ValueError, KeyError, TypeError):
             return
-        if asyncio.run(rpc.is_serving(router)):
+        if asyncio.run(is_serving(router)):
             raise ConfigError(
                 f"a mesh named {self.config.mesh.name!r} runs here already, its router is {router}: stop it, or give this "
                 "one another name with --set mesh.name=NAME",

@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 
 from opentelemetry import trace as otel
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from headrace.config import TelemetryConfig
 from headrace.observe.context import request_id_var, traceparent_var
@@ -128,6 +129,42 @@ def emit(name: str, start_s: float, end_s: float, *, parent: str | None = None, 
         parent = traceparent_var.get() if parent is None else parent
         inner = state.start(name, parent, attributes, _nanoseconds(start_s))
         inner.end(_nanoseconds(max(start_s, end_s)))
+
+
+class TraceParent(NamedTuple):
+    """A W3C trace parent, as hexadecimal digits."""
+
+    trace_id: str
+    span_id: str
+    is_sampled: bool
+
+
+def parse_trace_parent(header: str) -> TraceParent | None:
+    """What a header says; None when it is not one."""
+    context = _parse(header)
+    if context is None:
+        return None
+    return TraceParent(f"{context.trace_id:032x}", f"{context.span_id:016x}", context.trace_flags.sampled)
+
+
+def is_recording() -> bool:
+    """Whether a finished span would go anywhere."""
+    return _state is not None
+
+
+def hand_on(
+    name: str,
+    trace_id: str,
+    span_id: str,
+    parent_id: str,
+    start_s: float,
+    end_s: float,
+    attributes: dict[str, Any],
+) -> None:
+    """A finished span whose ids (hexadecimal digits; no parent: empty) and times (`time.time()` seconds) are known. From any thread."""
+    state = _state
+    if state is not None:
+        state.hand_on(name, trace_id, span_id, parent_id, start_s, max(start_s, end_s), _given(attributes))
 
 
 def traceparent() -> str:
@@ -268,6 +305,7 @@ class _Telemetry:
         self.provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False)
         self.ring = Ring(directory, service, epoch, config.ring_bytes)
         self.provider.add_span_processor(self.ring)
+        self._processors: list[SpanProcessor] = [self.ring]
         self.meter: Any = None
         self._meters: Any = None
         if config.otlp_endpoint:
@@ -284,7 +322,9 @@ class _Telemetry:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         spans = OTLPSpanExporter(endpoint=endpoint, timeout=5)
-        self.provider.add_span_processor(BatchSpanProcessor(spans, schedule_delay_millis=500))
+        batches = BatchSpanProcessor(spans, schedule_delay_millis=500)
+        self.provider.add_span_processor(batches)
+        self._processors.append(batches)
         reader = PeriodicExportingMetricReader(OTLPMetricExporter(endpoint=endpoint, timeout=5), 5000)
         self._meters = MeterProvider(metric_readers=[reader], resource=resource, shutdown_on_exit=False)
         self.meter = self._meters.get_meter("headrace")
@@ -297,6 +337,35 @@ class _Telemetry:
         if "request_id" not in values and (request_id := request_id_var.get()):
             values["request_id"] = request_id
         return self._tracer.start_span(name, above, attributes=values, start_time=start_time)
+
+    def hand_on(
+        self,
+        name: str,
+        trace_id: str,
+        span_id: str,
+        parent_id: str,
+        start_s: float,
+        end_s: float,
+        attributes: dict[str, Any],
+    ) -> None:
+        """A finished span to the ring and to exporters, without an open one."""
+        flags, trace = otel.TraceFlags(otel.TraceFlags.SAMPLED), int(trace_id, 16)
+        parent = otel.SpanContext(trace, int(parent_id, 16), True, flags) if parent_id else None
+        failed = otel.Status(otel.StatusCode.ERROR) if "error.type" in attributes else otel.Status()
+        span = ReadableSpan(
+            name,
+            context=otel.SpanContext(trace, int(span_id, 16), False, flags),
+            parent=parent,
+            resource=self.provider.resource,
+            attributes=attributes,
+            kind=otel.SpanKind.INTERNAL,
+            instrumentation_scope=InstrumentationScope("headrace"),
+            status=failed,
+            start_time=_nanoseconds(start_s),
+            end_time=_nanoseconds(end_s),
+        )
+        for processor in self._processors:
+            processor.on_end(span)
 
     def close(self) -> None:
         """Ends the ring at once and gives a collector SHUTDOWN_S."""

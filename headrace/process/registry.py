@@ -26,13 +26,13 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from headrace import rpc
-from headrace.client import DecodeClient, PrefillClient
 from headrace.clock import Clock, first_of
 from headrace.config import RegistryConfig
 from headrace.errors import ConfigError, HeadraceError
 from headrace.observe import logs
-from headrace.protocol import WorkerIdentity
+from headrace.protocol.common import WorkerIdentity
+from headrace.rpc.channel import check_health, open_channel
+from headrace.rpc.clients import DecodeClient, PrefillClient
 
 log = logs.get(__name__)
 
@@ -336,8 +336,8 @@ def _member(name: str, value: str) -> Member | None:
 
 async def answers_as(member: Member) -> bool:
     """Whether the process at the member's address says SERVING and, for workers, still has the member's epoch."""
-    async with rpc.open_channel(member.identity.address) as channel:
-        if not await rpc.check_health(channel, timeout_s=PROBE_S):
+    async with open_channel(member.identity.address) as channel:
+        if not await check_health(channel, timeout_s=PROBE_S):
             return False
         if member.role not in ("prefill", "decode"):
             return True

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from headrace import config as settings
-from headrace import errors, rpc
+from headrace import errors
 from headrace.clock import SystemClock
 from headrace.observe import logs, telemetry
 from headrace.process import faults
 from headrace.process.registry import Registry
-from headrace.protocol import WorkerIdentity
+from headrace.protocol.common import WorkerIdentity
+from headrace.rpc.server import Server, new_epoch, serve_until_signal, start_server
 
 log = logs.get(__name__)
 
@@ -52,10 +53,10 @@ class Start:
 
     async def listen(
         self, register: Callable[[Any], None], service_names: Sequence[str], *, share_port: bool = False
-    ) -> tuple[rpc.Server, WorkerIdentity]:
+    ) -> tuple[Server, WorkerIdentity]:
         """A server at the mesh's host, NOT_SERVING yet, and the identity under which others know this process."""
         host = self.config.mesh.host
-        server = await rpc.start_server(host, self.port, register, service_names, share_port=share_port)
+        server = await start_server(host, self.port, register, service_names, share_port=share_port)
         return server, WorkerIdentity(server.address, self.epoch)
 
     def open_registry(self):
@@ -65,7 +66,7 @@ class Start:
 
 async def serve(
     start: Start,
-    server: rpc.Server,
+    server: Server,
     registry: Registry,
     details: Mapping[str, Any],
     drain: Callable[[float], Awaitable[None]],
@@ -83,7 +84,7 @@ async def serve(
         await registry.withdraw()
         await drain(grace_s)
 
-    await rpc.serve_until_signal(
+    await serve_until_signal(
         server, leave_and_drain, start.config.mesh.drain_grace_s, lambda: print_ready(start.service, identity)
     )
     log.info("stopped")
@@ -142,4 +143,4 @@ def parse(name: str, arguments: Sequence[str] | None = None) -> Start:
     parser.add_argument("--rank", type=int, default=0, help="number of this process within its service")
     given = parser.parse_args(arguments)
     config = settings.load(given.config, given.set)
-    return Start(name, config, rpc.new_epoch(), given.port, given.rank)
+    return Start(name, config, new_epoch(), given.port, given.rank)

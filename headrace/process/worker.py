@@ -13,23 +13,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace import config as configuration
-from headrace.client import Peers
 from headrace.engine.rank import Worker, open_worker, transfer_environment
 from headrace.launch.sockets import unused_port
 from headrace.process.registry import Registry
 from headrace.process.start import Start, serve
-from headrace.protocol import WorkerIdentity
+from headrace.protocol.common import WorkerIdentity
+from headrace.rpc.promises import MeshKeys
 
 
 @dataclass(frozen=True)
 class WorkerProcess:
-    """What the process has before it opens a core. `stack` closes what is entered into it before the engine stops."""
+    """What the process has before it opens a core; `keys` sign and verify promises. `stack` closes what is entered into it before the engine stops."""
 
     start: Start
     worker: Worker
     identity: WorkerIdentity
     registry: Registry
-    peers: Peers
+    keys: MeshKeys
     stack: contextlib.AsyncExitStack
 
     async def serve(
@@ -54,13 +54,12 @@ async def open_worker_process(start: Start) -> AsyncIterator[WorkerProcess]:
     role = "decode" if start.service == "aggregated" else start.service
     config = dataclasses.replace(start.config, engine=configuration.engine_of(start.config, role, start.rank))
     configuration.apply_environment(transfer_environment(config.transfer))
+    keys = MeshKeys.load(config.mesh.key_file)
     worker = await asyncio.to_thread(open_worker, config)
     worker.engine.start()
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(worker.engine.stop)
-        peers = Peers()
-        stack.push_async_callback(peers.close)
         start = dataclasses.replace(start, config=config, port=start.port or unused_port(config.mesh.host))
         identity = WorkerIdentity(f"{config.mesh.host}:{start.port}", start.epoch)
         registry = await stack.enter_async_context(start.open_registry())
-        yield WorkerProcess(start, worker, identity, registry, peers, stack)
+        yield WorkerProcess(start, worker, identity, registry, keys, stack)

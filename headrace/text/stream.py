@@ -47,6 +47,16 @@ class TextStream:
             return True
         return self._append(self._decode(self._bytes_of(token_id)))
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is no stop string to look for, so that `push_run` may take tokens together."""
+        return not self._stop
+
+    def push_run(self, token_ids: Sequence[int]) -> None:
+        """Append tokens of a stream without stop strings: the same text as one by one, decoded once."""
+        assert not self._stop
+        self._ready.append(self._decode(b"".join(map(self._bytes_of, token_ids))))
+
     def take(self) -> str:
         """Everything that may be shown now and was not taken before."""
         shown = len(self._tail) - self._held_characters()

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from headrace.errors import TransferError
-from headrace.protocol import TargetDescriptor
+from headrace.protocol.common import TransferBackend
+from headrace.protocol.decode import TargetDescriptor
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +93,7 @@ class PoolGeometry:
         """First byte of a row."""
         return self.base_address + layer * self.layer_bytes + row * self.row_bytes
 
-    def describe(self, backend: str, session: str) -> TargetDescriptor:
+    def describe(self, backend: TransferBackend, session: str) -> TargetDescriptor:
         """What a writer must know."""
         return TargetDescriptor(
             backend=backend,
@@ -185,14 +186,18 @@ def geometry_of(pool: torch.Tensor) -> PoolGeometry:
     return PoolGeometry(pool.data_ptr(), num_layers, num_blocks, block_size, row_dim * pool.element_size())
 
 
-def check_push(backend: str, source: PoolGeometry, target: TargetDescriptor, layer: int, runs: Sequence[RowRun]) -> int:
+def check_push(
+    backend: TransferBackend, source: PoolGeometry, target: TargetDescriptor, layer: int, runs: Sequence[RowRun]
+) -> int:
     """Bytes that this push will write. Raises TransferError (REFUSED) for anything a correct pair would never ask.
 
     The target's bounds are checked here, on the writing side and before any call: a one-sided write has no other guard
     against landing inside the right pool at the wrong place.
     """
     if target.backend != backend:
-        raise refused(f"the target is written through {target.backend!r}, this source speaks {backend!r}")
+        raise refused(
+            f"the target is written through {TransferBackend(target.backend).name}, this source speaks {backend.name}"
+        )
     mine = source.describe(backend, target.session)
     for name in ("row_bytes", "block_size", "num_layers", "block_stride_bytes"):
         if getattr(mine, name) != getattr(target, name):

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.errors import TransferError
+from headrace.protocol.common import TransferBackend
 from headrace.transfer.base import FAILED, PoolGeometry, RowRun, TargetDescriptor, check_push, geometry_of, refused
 
 if TYPE_CHECKING:
     import torch
 
-BACKEND = "grpc"
+BACKEND = TransferBackend.GRPC
 CHUNK_BYTES = 1 << 20
 """Payload of one message at most (one row if a row is longer); gRPC refuses messages above 4 MiB."""
 

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headrace.errors import TransferError
+from headrace.protocol.common import TransferBackend
 from headrace.transfer.base import FAILED, RowRun, TargetDescriptor, check_push, geometry_of, refused
 
 if TYPE_CHECKING:
     import torch
 
-BACKEND = "local"
+BACKEND = TransferBackend.LOCAL
 
 _targets: dict[str, LocalTarget] = {}
 """Live targets of this process by session. Guarded by each target's own lock for writes under it."""

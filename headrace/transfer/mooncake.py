@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from headrace.config import apply_environment, environment_value
 from headrace.errors import ConfigError, TransferError
+from headrace.protocol.common import TransferBackend
 from headrace.transfer.base import (
     FAILED,
     TIMEOUT,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BACKEND = "mooncake"
+BACKEND = TransferBackend.MOONCAKE
 WINDOW = 128
 """Runs of one push that are under way at once; the engine refuses more than 1,024 queued for a peer."""
 MAPPED_BATCH = 4096

@@ -17,11 +17,64 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
+
+class NumberFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NUMBER_FORMAT_UNSPECIFIED: _ClassVar[NumberFormat]
+    NUMBER_FORMAT_FP32: _ClassVar[NumberFormat]
+    NUMBER_FORMAT_BF16: _ClassVar[NumberFormat]
+    NUMBER_FORMAT_FP8: _ClassVar[NumberFormat]
+    NUMBER_FORMAT_NVFP4: _ClassVar[NumberFormat]
+
+class RopeOrder(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROPE_ORDER_UNSPECIFIED: _ClassVar[RopeOrder]
+    ROPE_ORDER_INTERLEAVED: _ClassVar[RopeOrder]
+    ROPE_ORDER_HALVES: _ClassVar[RopeOrder]
+
+class TransferBackend(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRANSFER_BACKEND_UNSPECIFIED: _ClassVar[TransferBackend]
+    TRANSFER_BACKEND_MOONCAKE: _ClassVar[TransferBackend]
+    TRANSFER_BACKEND_LOCAL: _ClassVar[TransferBackend]
+    TRANSFER_BACKEND_GRPC: _ClassVar[TransferBackend]
+
+class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
+    WORKER_ROLE_PREFILL: _ClassVar[WorkerRole]
+    WORKER_ROLE_DECODE: _ClassVar[WorkerRole]
+
+class CacheTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CACHE_TIER_UNSPECIFIED: _ClassVar[CacheTier]
+    CACHE_TIER_DEVICE: _ClassVar[CacheTier]
+    CACHE_TIER_HOST: _ClassVar[CacheTier]
+    CACHE_TIER_DISK: _ClassVar[CacheTier]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_EOS: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_CANCELLED: FinishReason
+NUMBER_FORMAT_UNSPECIFIED: NumberFormat
+NUMBER_FORMAT_FP32: NumberFormat
+NUMBER_FORMAT_BF16: NumberFormat
+NUMBER_FORMAT_FP8: NumberFormat
+NUMBER_FORMAT_NVFP4: NumberFormat
+ROPE_ORDER_UNSPECIFIED: RopeOrder
+ROPE_ORDER_INTERLEAVED: RopeOrder
+ROPE_ORDER_HALVES: RopeOrder
+TRANSFER_BACKEND_UNSPECIFIED: TransferBackend
+TRANSFER_BACKEND_MOONCAKE: TransferBackend
+TRANSFER_BACKEND_LOCAL: TransferBackend
+TRANSFER_BACKEND_GRPC: TransferBackend
+WORKER_ROLE_UNSPECIFIED: WorkerRole
+WORKER_ROLE_PREFILL: WorkerRole
+WORKER_ROLE_DECODE: WorkerRole
+CACHE_TIER_UNSPECIFIED: CacheTier
+CACHE_TIER_DEVICE: CacheTier
+CACHE_TIER_HOST: CacheTier
+CACHE_TIER_DISK: CacheTier
 
 class LogitBias(_message.Message):
     __slots__ = ("token_id", "bias")
@@ -70,18 +123,20 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_token_count", "cached_token_count", "computed_token_count", "generated_token_count", "attempt_count")
+    __slots__ = ("prompt_token_count", "cached_token_count", "computed_token_count", "generated_token_count", "attempt_count", "stored_token_count")
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    STORED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     prompt_token_count: int
     cached_token_count: int
     computed_token_count: int
     generated_token_count: int
     attempt_count: int
-    def __init__(self, prompt_token_count: _Optional[int] = ..., cached_token_count: _Optional[int] = ..., computed_token_count: _Optional[int] = ..., generated_token_count: _Optional[int] = ..., attempt_count: _Optional[int] = ...) -> None: ...
+    stored_token_count: int
+    def __init__(self, prompt_token_count: _Optional[int] = ..., cached_token_count: _Optional[int] = ..., computed_token_count: _Optional[int] = ..., generated_token_count: _Optional[int] = ..., attempt_count: _Optional[int] = ..., stored_token_count: _Optional[int] = ...) -> None: ...
 
 class Stage(_message.Message):
     __slots__ = ("name", "start", "duration", "token_count", "byte_count")
@@ -105,21 +160,33 @@ class WorkerIdentity(_message.Message):
     epoch: str
     def __init__(self, address: _Optional[str] = ..., epoch: _Optional[str] = ...) -> None: ...
 
-class KvLayout(_message.Message):
-    __slots__ = ("layer_count", "row_dim", "dtype", "block_size", "rope_order", "model_fingerprint")
+class KvRegion(_message.Message):
+    __slots__ = ("name", "layer_count", "row_width", "format", "window_token_count")
+    NAME_FIELD_NUMBER: _ClassVar[int]
     LAYER_COUNT_FIELD_NUMBER: _ClassVar[int]
-    ROW_DIM_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    ROW_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    layer_count: int
+    row_width: int
+    format: NumberFormat
+    window_token_count: int
+    def __init__(self, name: _Optional[str] = ..., layer_count: _Optional[int] = ..., row_width: _Optional[int] = ..., format: _Optional[_Union[NumberFormat, str]] = ..., window_token_count: _Optional[int] = ...) -> None: ...
+
+class KvLayout(_message.Message):
+    __slots__ = ("regions", "block_size", "rope_order", "model_fingerprint", "numeric_profile")
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     ROPE_ORDER_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    layer_count: int
-    row_dim: int
-    dtype: str
+    NUMERIC_PROFILE_FIELD_NUMBER: _ClassVar[int]
+    regions: _containers.RepeatedCompositeFieldContainer[KvRegion]
     block_size: int
-    rope_order: str
+    rope_order: RopeOrder
     model_fingerprint: str
-    def __init__(self, layer_count: _Optional[int] = ..., row_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., rope_order: _Optional[str] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
+    numeric_profile: str
+    def __init__(self, regions: _Optional[_Iterable[_Union[KvRegion, _Mapping]]] = ..., block_size: _Optional[int] = ..., rope_order: _Optional[_Union[RopeOrder, str]] = ..., model_fingerprint: _Optional[str] = ..., numeric_profile: _Optional[str] = ...) -> None: ...
 
 class BlockLedger(_message.Message):
     __slots__ = ("free", "cached", "reserved", "running", "quarantined")
@@ -135,8 +202,20 @@ class BlockLedger(_message.Message):
     quarantined: int
     def __init__(self, free: _Optional[int] = ..., cached: _Optional[int] = ..., reserved: _Optional[int] = ..., running: _Optional[int] = ..., quarantined: _Optional[int] = ...) -> None: ...
 
+class EpGroup(_message.Message):
+    __slots__ = ("id", "epoch", "rank", "size")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    epoch: str
+    rank: int
+    size: int
+    def __init__(self, id: _Optional[str] = ..., epoch: _Optional[str] = ..., rank: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+
 class WorkerInfo(_message.Message):
-    __slots__ = ("identity", "role", "model", "layout", "block_count", "max_context_tokens", "max_batch_tokens", "max_batch_size", "exact", "transfer")
+    __slots__ = ("identity", "role", "model", "layout", "block_count", "max_context_tokens", "max_batch_tokens", "max_batch_size", "exact", "transfer", "group", "vocabulary_size")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -147,8 +226,10 @@ class WorkerInfo(_message.Message):
     MAX_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     EXACT_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
     identity: WorkerIdentity
-    role: str
+    role: WorkerRole
     model: str
     layout: KvLayout
     block_count: int
@@ -156,5 +237,29 @@ class WorkerInfo(_message.Message):
     max_batch_tokens: int
     max_batch_size: int
     exact: bool
-    transfer: str
-    def __init__(self, identity: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., block_count: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., exact: _Optional[bool] = ..., transfer: _Optional[str] = ...) -> None: ...
+    transfer: TransferBackend
+    group: EpGroup
+    vocabulary_size: int
+    def __init__(self, identity: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., block_count: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., exact: _Optional[bool] = ..., transfer: _Optional[_Union[TransferBackend, str]] = ..., group: _Optional[_Union[EpGroup, _Mapping]] = ..., vocabulary_size: _Optional[int] = ...) -> None: ...
+
+class WorkerProgress(_message.Message):
+    __slots__ = ("serving", "completed_step_count", "completed_layer_count", "pending_step_count", "pause_reason", "queued_request_count", "queued_token_count", "running_request_count", "available_block_count")
+    SERVING_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_STEP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_LAYER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PENDING_STEP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_REASON_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
+    AVAILABLE_BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    serving: bool
+    completed_step_count: int
+    completed_layer_count: int
+    pending_step_count: int
+    pause_reason: str
+    queued_request_count: int
+    queued_token_count: int
+    running_request_count: int
+    available_block_count: int
+    def __init__(self, serving: _Optional[bool] = ..., completed_step_count: _Optional[int] = ..., completed_layer_count: _Optional[int] = ..., pending_step_count: _Optional[int] = ..., pause_reason: _Optional[str] = ..., queued_request_count: _Optional[int] = ..., queued_token_count: _Optional[int] = ..., running_request_count: _Optional[int] = ..., available_block_count: _Optional[int] = ...) -> None: ...

@@ -24,61 +24,87 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from headrace.v1 import common_pb2 as headrace_dot_v1_dot_common__pb2
+from headrace.v1 import link_pb2 as headrace_dot_v1_dot_link__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/decode.proto\x12\x0bheadrace.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18headrace/v1/common.proto\"\xd1\x01\n\x0eTransferTarget\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\x14\n\x0c\x62\x61se_address\x18\x03 \x01(\x03\x12\x1a\n\x12layer_stride_bytes\x18\x04 \x01(\x03\x12\x1a\n\x12\x62lock_stride_bytes\x18\x05 \x01(\x03\x12\x11\n\trow_bytes\x18\x06 \x01(\x05\x12\x12\n\nblock_size\x18\x07 \x01(\x05\x12\x13\n\x0blayer_count\x18\x08 \x01(\x05\x12\x13\n\x0b\x62lock_count\x18\t \x01(\x05\"_\n\x0eTargetSequence\x12\x14\n\x0csample_index\x18\x01 \x01(\x05\x12\x11\n\tfirst_row\x18\x02 \x01(\x05\x12\x11\n\trow_count\x18\x03 \x01(\x05\x12\x11\n\tblock_ids\x18\x04 \x01(\x0c\"\x9b\x02\n\x0bReservation\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12+\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x1b.headrace.v1.WorkerIdentity\x12+\n\x06target\x18\x03 \x01(\x0b\x32\x1b.headrace.v1.TransferTarget\x12.\n\tsequences\x18\x04 \x03(\x0b\x32\x1b.headrace.v1.TargetSequence\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\t\x12\x1f\n\x17held_prefix_token_count\x18\x06 \x01(\x05\x12-\n\nexpires_in\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xd1\x02\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12+\n\x06writer\x18\x03 \x01(\x0b\x32\x1b.headrace.v1.WorkerIdentity\x12\x1a\n\x12prompt_token_count\x18\x04 \x01(\x05\x12\x1e\n\x16\x64\x65livered_token_counts\x18\x05 \x03(\x05\x12\x16\n\x0esample_indices\x18\x06 \x03(\x05\x12-\n\x08sampling\x18\x07 \x01(\x0b\x32\x1b.headrace.v1.SamplingParams\x12\x17\n\x0fstream_interval\x18\x08 \x01(\x05\x12+\n\x06router\x18\t \x01(\x0b\x32\x1b.headrace.v1.WorkerIdentity\x12\x0e\n\x06handle\x18\n \x01(\x03\x12\x14\n\x0c\x64\x65\x63ode_epoch\x18\x0b \x01(\t\"@\n\x0fReserveResponse\x12-\n\x0breservation\x18\x01 \x01(\x0b\x32\x18.headrace.v1.Reservation\"<\n\x0cRenewRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x14\n\x0cwriter_epoch\x18\x02 \x01(\t\">\n\rRenewResponse\x12-\n\nexpires_in\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"4\n\rLayerManifest\x12\x11\n\trow_count\x18\x01 \x01(\x05\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x10\"g\n\x10SequenceManifest\x12\x14\n\x0csample_index\x18\x01 \x01(\x05\x12\x11\n\tfirst_row\x18\x02 \x01(\x05\x12*\n\x06layers\x18\x03 \x03(\x0b\x32\x1a.headrace.v1.LayerManifest\"=\n\x0bSampleState\x12\x14\n\x0csample_index\x18\x01 \x01(\x05\x12\x18\n\x10output_token_ids\x18\x02 \x01(\x0c\"\xd8\x01\n\rCommitRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x14\n\x0cwriter_epoch\x18\x04 \x01(\t\x12/\n\x08manifest\x18\x05 \x03(\x0b\x32\x1d.headrace.v1.SequenceManifest\x12)\n\x07samples\x18\x06 \x03(\x0b\x32\x18.headrace.v1.SampleState\x12\x18\n\x10prompt_token_ids\x18\x07 \x01(\x0c\"D\n\x0e\x43ommitResponse\x12\x32\n\x0f\x63ommit_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"c\n\x0eReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x14\n\x0c\x64\x65\x63ode_epoch\x18\x03 \x01(\t\x12\x16\n\x0esample_indices\x18\x04 \x03(\x05\"\x11\n\x0fReleaseResponse\"t\n\x13StreamTokensRequest\x12+\n\x06router\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.WorkerIdentity\x12\x14\n\x0c\x64\x65\x63ode_epoch\x18\x02 \x01(\t\x12\x1a\n\x12resume_after_frame\x18\x03 \x01(\x03\"\x9d\x01\n\tSampleEnd\x12\x0e\n\x06handle\x18\x01 \x01(\x03\x12\x14\n\x0csample_index\x18\x02 \x01(\x05\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12\x14\n\x0c\x65rror_reason\x18\x04 \x01(\t\x12\"\n\x06stages\x18\x05 \x03(\x0b\x32\x12.headrace.v1.Stage\"\x90\x02\n\x14StreamTokensResponse\x12\x14\n\x0c\x66rame_number\x18\x01 \x01(\x03\x12\x0f\n\x07handles\x18\x02 \x01(\x0c\x12\x16\n\x0esample_indices\x18\x03 \x01(\x0c\x12\x17\n\x0f\x66irst_positions\x18\x04 \x01(\x0c\x12\x14\n\x0ctoken_counts\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x01(\x0c\x12\x10\n\x08logprobs\x18\x07 \x01(\x0c\x12\x12\n\ntop_counts\x18\x08 \x01(\x0c\x12\x15\n\rtop_token_ids\x18\t \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\n \x01(\x0c\x12$\n\x04\x65nds\x18\x0b \x03(\x0b\x32\x16.headrace.v1.SampleEnd\"W\n\x10WriteRowsRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\x05\x12\x12\n\ntarget_row\x18\x03 \x01(\x03\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\"\'\n\x11WriteRowsResponse\x12\x12\n\nbyte_count\x18\x01 \x01(\x03\"\x16\n\x14GetDecodeInfoRequest\">\n\x15GetDecodeInfoResponse\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.headrace.v1.WorkerInfo\"\x18\n\x16GetDecodeLedgerRequest\"\x88\x02\n\x17GetDecodeLedgerResponse\x12(\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x18.headrace.v1.BlockLedger\x12\x1d\n\x15waiting_request_count\x18\x02 \x01(\x05\x12\x1e\n\x16reserved_request_count\x18\x03 \x01(\x05\x12\x1d\n\x15running_request_count\x18\x04 \x01(\x05\x12!\n\x19quarantined_request_count\x18\x05 \x01(\x05\x12\x12\n\nstep_count\x18\x06 \x01(\x03\x12\x13\n\x0b\x66\x65nce_count\x18\x07 \x01(\x03\x12\x19\n\x11open_stream_count\x18\x08 \x01(\x05\x32\xf9\x04\n\rDecodeService\x12\x44\n\x07Reserve\x12\x1b.headrace.v1.ReserveRequest\x1a\x1c.headrace.v1.ReserveResponse\x12>\n\x05Renew\x12\x19.headrace.v1.RenewRequest\x1a\x1a.headrace.v1.RenewResponse\x12\x41\n\x06\x43ommit\x12\x1a.headrace.v1.CommitRequest\x1a\x1b.headrace.v1.CommitResponse\x12\x44\n\x07Release\x12\x1b.headrace.v1.ReleaseRequest\x1a\x1c.headrace.v1.ReleaseResponse\x12U\n\x0cStreamTokens\x12 .headrace.v1.StreamTokensRequest\x1a!.headrace.v1.StreamTokensResponse0\x01\x12L\n\tWriteRows\x12\x1d.headrace.v1.WriteRowsRequest\x1a\x1e.headrace.v1.WriteRowsResponse(\x01\x12V\n\rGetDecodeInfo\x12!.headrace.v1.GetDecodeInfoRequest\x1a\".headrace.v1.GetDecodeInfoResponse\x12\\\n\x0fGetDecodeLedger\x12#.headrace.v1.GetDecodeLedgerRequest\x1a$.headrace.v1.GetDecodeLedgerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/decode.proto\x12\x0bheadrace.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18headrace/v1/common.proto\x1a\x16headrace/v1/link.proto\"k\n\x15OpenDecodeLinkRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.headrace.v1.LinkHeader\x12)\n\x05items\x18\x02 \x03(\x0b\x32\x1a.headrace.v1.DecodeCommand\"w\n\rDecodeCommand\x12.\n\x07reserve\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.ReserveCommandH\x00\x12.\n\x07release\x18\x02 \x01(\x0b\x32\x1b.headrace.v1.ReleaseCommandH\x00\x42\x06\n\x04\x62ody\"k\n\x16OpenDecodeLinkResponse\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.headrace.v1.LinkHeader\x12(\n\x05items\x18\x02 \x03(\x0b\x32\x19.headrace.v1.DecodeAnswer\"\xa8\x01\n\x0c\x44\x65\x63odeAnswer\x12\x16\n\x0e\x63ommand_number\x18\x01 \x01(\x03\x12,\n\x08reserved\x18\x02 \x01(\x0b\x32\x18.headrace.v1.ReservationH\x00\x12!\n\x04\x64one\x18\x03 \x01(\x0b\x32\x11.headrace.v1.DoneH\x00\x12\'\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x14.headrace.v1.FailureH\x00\x42\x06\n\x04\x62ody\"?\n\x14OpenTokenLinkRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.headrace.v1.LinkHeader\"h\n\x15OpenTokenLinkResponse\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.headrace.v1.LinkHeader\x12&\n\x05items\x18\x02 \x03(\x0b\x32\x17.headrace.v1.TokenFrame\"h\n\x15OpenWriterLinkRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.headrace.v1.LinkHeader\x12&\n\x05items\x18\x02 \x03(\x0b\x32\x17.headrace.v1.WriterItem\"\x84\x02\n\nWriterItem\x12\x16\n\x0e\x63ommand_number\x18\x01 \x01(\x03\x12*\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x19.headrace.v1.BeginCommandH\x00\x12*\n\x05renew\x18\x03 \x01(\x0b\x32\x19.headrace.v1.RenewCommandH\x00\x12,\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x1a.headrace.v1.CommitCommandH\x00\x12\'\n\x07stopped\x18\x05 \x01(\x0b\x32\x14.headrace.v1.StoppedH\x00\x12\'\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x14.headrace.v1.FailureH\x00\x42\x06\n\x04\x62ody\"o\n\x16OpenWriterLinkResponse\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.headrace.v1.LinkHeader\x12,\n\x05items\x18\x02 \x03(\x0b\x32\x1d.headrace.v1.WriteControlItem\"\xe0\x01\n\x10WriteControlItem\x12\x16\n\x0e\x63ommand_number\x18\x01 \x01(\x03\x12\'\n\x07renewed\x18\x02 \x01(\x0b\x32\x14.headrace.v1.RenewedH\x00\x12\x30\n\tcommitted\x18\x03 \x01(\x0b\x32\x1b.headrace.v1.CommitAcceptedH\x00\x12\'\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x14.headrace.v1.FailureH\x00\x12(\n\x04stop\x18\x05 \x01(\x0b\x32\x18.headrace.v1.StopCommandH\x00\x42\x06\n\x04\x62ody\"\xef\x01\n\x0eTransferTarget\x12-\n\x07\x62\x61\x63kend\x18\x01 \x01(\x0e\x32\x1c.headrace.v1.TransferBackend\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\x14\n\x0c\x62\x61se_address\x18\x03 \x01(\x03\x12\x1a\n\x12layer_stride_bytes\x18\x04 \x01(\x03\x12\x1a\n\x12\x62lock_stride_bytes\x18\x05 \x01(\x03\x12\x11\n\trow_bytes\x18\x06 \x01(\x05\x12\x12\n\nblock_size\x18\x07 \x01(\x05\x12\x13\n\x0blayer_count\x18\x08 \x01(\x05\x12\x13\n\x0b\x62lock_count\x18\t \x01(\x05\"_\n\x0eTargetSequence\x12\x14\n\x0csample_index\x18\x01 \x01(\x05\x12\x11\n\tfirst_row\x18\x02 \x01(\x05\x12\x11\n\trow_count\x18\x03 \x01(\x05\x12\x11\n\tblock_ids\x18\x04 \x01(\x0c\"\x99\x02\n\x07Promise\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12+\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x1b.headrace.v1.WorkerIdentity\x12+\n\x06writer\x18\x05 \x01(\x0b\x32\x1b.headrace.v1.WorkerIdentity\x12+\n\x06target\x18\x06 \x01(\x0b\x32\x1b.headrace.v1.TransferTarget\x12.\n\tsequences\x18\x07 \x03(\x0b\x32\x1b.headrace.v1.TargetSequence\x12\x1a\n\x12layout_fingerprint\x18\x08 \x01(\t\"[\n\x0bReservation\x12\x0f\n\x07promise\x18\x01 \x01(\x0c\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x0c\x12-\n\nexpires_in\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xa1\x03\n\x0eReserveCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12+\n\x06writer\x18\x03 \x01(\x0b\x32\x1b.headrace.v1.WorkerIdentity\x12\x1a\n\x12prompt_token_count\x18\x04 \x01(\x05\x12\x1e\n\x16\x64\x65livered_token_counts\x18\x05 \x03(\x05\x12\x16\n\x0esample_indices\x18\x06 \x03(\x05\x12-\n\x08sampling\x18\x07 \x01(\x0b\x32\x1b.headrace.v1.SamplingParams\x12\x17\n\x0fstream_interval\x18\x08 \x01(\x05\x12\x0e\n\x06handle\x18\t \x01(\x03\x12,\n\ttime_left\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x13\n\x0bprefix_keys\x18\x0c \x01(\x0c\x12\x12\n\ncache_salt\x18\r \x01(\t\x12\x14\n\x0ctrace_parent\x18\x0e \x01(\t\x12\x12\n\ndisplay_id\x18\x0f \x01(\t\"M\n\x0eReleaseCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x16\n\x0esample_indices\x18\x03 \x03(\x05\"&\n\x0c\x42\x65ginCommand\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\"&\n\x0cRenewCommand\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\"8\n\x07Renewed\x12-\n\nexpires_in\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"4\n\rLayerManifest\x12\x11\n\trow_count\x18\x01 \x01(\x05\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x10\"g\n\x10SequenceManifest\x12\x14\n\x0csample_index\x18\x01 \x01(\x05\x12\x11\n\tfirst_row\x18\x02 \x01(\x05\x12*\n\x06layers\x18\x03 \x03(\x0b\x32\x1a.headrace.v1.LayerManifest\"=\n\x0bSampleState\x12\x14\n\x0csample_index\x18\x01 \x01(\x05\x12\x18\n\x10output_token_ids\x18\x02 \x01(\x0c\"\xc2\x01\n\rCommitCommand\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12/\n\x08manifest\x18\x04 \x03(\x0b\x32\x1d.headrace.v1.SequenceManifest\x12)\n\x07samples\x18\x05 \x03(\x0b\x32\x18.headrace.v1.SampleState\x12\x18\n\x10prompt_token_ids\x18\x06 \x01(\x0c\"D\n\x0e\x43ommitAccepted\x12\x32\n\x0f\x63ommit_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"N\n\x0bStopCommand\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\'\n\x04wait\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"0\n\x07Stopped\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.headrace.v1.StopState\"\xb9\x01\n\tSampleEnd\x12\x0e\n\x06handle\x18\x01 \x01(\x03\x12\x14\n\x0csample_index\x18\x02 \x01(\x05\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12\x14\n\x0c\x65rror_reason\x18\x04 \x01(\t\x12\"\n\x06stages\x18\x05 \x03(\x0b\x32\x12.headrace.v1.Stage\x12\x1a\n\x12output_token_count\x18\x06 \x01(\x05\"\xf0\x01\n\nTokenFrame\x12\x0f\n\x07handles\x18\x01 \x01(\x0c\x12\x16\n\x0esample_indices\x18\x02 \x01(\x0c\x12\x17\n\x0f\x66irst_positions\x18\x03 \x01(\x0c\x12\x14\n\x0ctoken_counts\x18\x04 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x10\n\x08logprobs\x18\x06 \x01(\x0c\x12\x12\n\ntop_counts\x18\x07 \x01(\x0c\x12\x15\n\rtop_token_ids\x18\x08 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\t \x01(\x0c\x12$\n\x04\x65nds\x18\n \x03(\x0b\x32\x16.headrace.v1.SampleEnd\"W\n\x10WriteRowsRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\x05\x12\x12\n\ntarget_row\x18\x03 \x01(\x03\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\"\'\n\x11WriteRowsResponse\x12\x12\n\nbyte_count\x18\x01 \x01(\x03\"\x16\n\x14GetDecodeInfoRequest\">\n\x15GetDecodeInfoResponse\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.headrace.v1.WorkerInfo\"\x18\n\x16GetDecodeLedgerRequest\"\x86\x02\n\x17GetDecodeLedgerResponse\x12(\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x18.headrace.v1.BlockLedger\x12\x1d\n\x15waiting_request_count\x18\x02 \x01(\x05\x12\x1e\n\x16reserved_request_count\x18\x03 \x01(\x05\x12\x1d\n\x15running_request_count\x18\x04 \x01(\x05\x12!\n\x19quarantined_request_count\x18\x05 \x01(\x05\x12\x12\n\nstep_count\x18\x06 \x01(\x03\x12\x13\n\x0b\x66\x65nce_count\x18\x07 \x01(\x03\x12\x17\n\x0fopen_link_count\x18\x08 \x01(\x05*W\n\tStopState\x12\x1a\n\x16STOP_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12STOP_STATE_DRAINED\x10\x01\x12\x16\n\x12STOP_STATE_UNKNOWN\x10\x02\x32\xad\x04\n\rDecodeService\x12]\n\x0eOpenDecodeLink\x12\".headrace.v1.OpenDecodeLinkRequest\x1a#.headrace.v1.OpenDecodeLinkResponse(\x01\x30\x01\x12Z\n\rOpenTokenLink\x12!.headrace.v1.OpenTokenLinkRequest\x1a\".headrace.v1.OpenTokenLinkResponse(\x01\x30\x01\x12]\n\x0eOpenWriterLink\x12\".headrace.v1.OpenWriterLinkRequest\x1a#.headrace.v1.OpenWriterLinkResponse(\x01\x30\x01\x12L\n\tWriteRows\x12\x1d.headrace.v1.WriteRowsRequest\x1a\x1e.headrace.v1.WriteRowsResponse(\x01\x12V\n\rGetDecodeInfo\x12!.headrace.v1.GetDecodeInfoRequest\x1a\".headrace.v1.GetDecodeInfoResponse\x12\\\n\x0fGetDecodeLedger\x12#.headrace.v1.GetDecodeLedgerRequest\x1a$.headrace.v1.GetDecodeLedgerResponseB\x18Z\x16headrace/v1;headracev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
-  _globals['_TRANSFERTARGET']._serialized_start=100
-  _globals['_TRANSFERTARGET']._serialized_end=309
-  _globals['_TARGETSEQUENCE']._serialized_start=311
-  _globals['_TARGETSEQUENCE']._serialized_end=406
-  _globals['_RESERVATION']._serialized_start=409
-  _globals['_RESERVATION']._serialized_end=692
-  _globals['_RESERVEREQUEST']._serialized_start=695
-  _globals['_RESERVEREQUEST']._serialized_end=1032
-  _globals['_RESERVERESPONSE']._serialized_start=1034
-  _globals['_RESERVERESPONSE']._serialized_end=1098
-  _globals['_RENEWREQUEST']._serialized_start=1100
-  _globals['_RENEWREQUEST']._serialized_end=1160
-  _globals['_RENEWRESPONSE']._serialized_start=1162
-  _globals['_RENEWRESPONSE']._serialized_end=1224
-  _globals['_LAYERMANIFEST']._serialized_start=1226
-  _globals['_LAYERMANIFEST']._serialized_end=1278
-  _globals['_SEQUENCEMANIFEST']._serialized_start=1280
-  _globals['_SEQUENCEMANIFEST']._serialized_end=1383
-  _globals['_SAMPLESTATE']._serialized_start=1385
-  _globals['_SAMPLESTATE']._serialized_end=1446
-  _globals['_COMMITREQUEST']._serialized_start=1449
-  _globals['_COMMITREQUEST']._serialized_end=1665
-  _globals['_COMMITRESPONSE']._serialized_start=1667
-  _globals['_COMMITRESPONSE']._serialized_end=1735
-  _globals['_RELEASEREQUEST']._serialized_start=1737
-  _globals['_RELEASEREQUEST']._serialized_end=1836
-  _globals['_RELEASERESPONSE']._serialized_start=1838
-  _globals['_RELEASERESPONSE']._serialized_end=1855
-  _globals['_STREAMTOKENSREQUEST']._serialized_start=1857
-  _globals['_STREAMTOKENSREQUEST']._serialized_end=1973
-  _globals['_SAMPLEEND']._serialized_start=1976
-  _globals['_SAMPLEEND']._serialized_end=2133
-  _globals['_STREAMTOKENSRESPONSE']._serialized_start=2136
-  _globals['_STREAMTOKENSRESPONSE']._serialized_end=2408
-  _globals['_WRITEROWSREQUEST']._serialized_start=2410
-  _globals['_WRITEROWSREQUEST']._serialized_end=2497
-  _globals['_WRITEROWSRESPONSE']._serialized_start=2499
-  _globals['_WRITEROWSRESPONSE']._serialized_end=2538
-  _globals['_GETDECODEINFOREQUEST']._serialized_start=2540
-  _globals['_GETDECODEINFOREQUEST']._serialized_end=2562
-  _globals['_GETDECODEINFORESPONSE']._serialized_start=2564
-  _globals['_GETDECODEINFORESPONSE']._serialized_end=2626
-  _globals['_GETDECODELEDGERREQUEST']._serialized_start=2628
-  _globals['_GETDECODELEDGERREQUEST']._serialized_end=2652
-  _globals['_GETDECODELEDGERRESPONSE']._serialized_start=2655
-  _globals['_GETDECODELEDGERRESPONSE']._serialized_end=2919
-  _globals['_DECODESERVICE']._serialized_start=2922
-  _globals['_DECODESERVICE']._serialized_end=3555
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'Z\026headrace/v1;headracev1'
+  _globals['_STOPSTATE']._serialized_start=4425
+  _globals['_STOPSTATE']._serialized_end=4512
+  _globals['_OPENDECODELINKREQUEST']._serialized_start=123
+  _globals['_OPENDECODELINKREQUEST']._serialized_end=230
+  _globals['_DECODECOMMAND']._serialized_start=232
+  _globals['_DECODECOMMAND']._serialized_end=351
+  _globals['_OPENDECODELINKRESPONSE']._serialized_start=353
+  _globals['_OPENDECODELINKRESPONSE']._serialized_end=460
+  _globals['_DECODEANSWER']._serialized_start=463
+  _globals['_DECODEANSWER']._serialized_end=631
+  _globals['_OPENTOKENLINKREQUEST']._serialized_start=633
+  _globals['_OPENTOKENLINKREQUEST']._serialized_end=696
+  _globals['_OPENTOKENLINKRESPONSE']._serialized_start=698
+  _globals['_OPENTOKENLINKRESPONSE']._serialized_end=802
+  _globals['_OPENWRITERLINKREQUEST']._serialized_start=804
+  _globals['_OPENWRITERLINKREQUEST']._serialized_end=908
+  _globals['_WRITERITEM']._serialized_start=911
+  _globals['_WRITERITEM']._serialized_end=1171
+  _globals['_OPENWRITERLINKRESPONSE']._serialized_start=1173
+  _globals['_OPENWRITERLINKRESPONSE']._serialized_end=1284
+  _globals['_WRITECONTROLITEM']._serialized_start=1287
+  _globals['_WRITECONTROLITEM']._serialized_end=1511
+  _globals['_TRANSFERTARGET']._serialized_start=1514
+  _globals['_TRANSFERTARGET']._serialized_end=1753
+  _globals['_TARGETSEQUENCE']._serialized_start=1755
+  _globals['_TARGETSEQUENCE']._serialized_end=1850
+  _globals['_PROMISE']._serialized_start=1853
+  _globals['_PROMISE']._serialized_end=2134
+  _globals['_RESERVATION']._serialized_start=2136
+  _globals['_RESERVATION']._serialized_end=2227
+  _globals['_RESERVECOMMAND']._serialized_start=2230
+  _globals['_RESERVECOMMAND']._serialized_end=2647
+  _globals['_RELEASECOMMAND']._serialized_start=2649
+  _globals['_RELEASECOMMAND']._serialized_end=2726
+  _globals['_BEGINCOMMAND']._serialized_start=2728
+  _globals['_BEGINCOMMAND']._serialized_end=2766
+  _globals['_RENEWCOMMAND']._serialized_start=2768
+  _globals['_RENEWCOMMAND']._serialized_end=2806
+  _globals['_RENEWED']._serialized_start=2808
+  _globals['_RENEWED']._serialized_end=2864
+  _globals['_LAYERMANIFEST']._serialized_start=2866
+  _globals['_LAYERMANIFEST']._serialized_end=2918
+  _globals['_SEQUENCEMANIFEST']._serialized_start=2920
+  _globals['_SEQUENCEMANIFEST']._serialized_end=3023
+  _globals['_SAMPLESTATE']._serialized_start=3025
+  _globals['_SAMPLESTATE']._serialized_end=3086
+  _globals['_COMMITCOMMAND']._serialized_start=3089
+  _globals['_COMMITCOMMAND']._serialized_end=3283
+  _globals['_COMMITACCEPTED']._serialized_start=3285
+  _globals['_COMMITACCEPTED']._serialized_end=3353
+  _globals['_STOPCOMMAND']._serialized_start=3355
+  _globals['_STOPCOMMAND']._serialized_end=3433
+  _globals['_STOPPED']._serialized_start=3435
+  _globals['_STOPPED']._serialized_end=3483
+  _globals['_SAMPLEEND']._serialized_start=3486
+  _globals['_SAMPLEEND']._serialized_end=3671
+  _globals['_TOKENFRAME']._serialized_start=3674
+  _globals['_TOKENFRAME']._serialized_end=3914
+  _globals['_WRITEROWSREQUEST']._serialized_start=3916
+  _globals['_WRITEROWSREQUEST']._serialized_end=4003
+  _globals['_WRITEROWSRESPONSE']._serialized_start=4005
+  _globals['_WRITEROWSRESPONSE']._serialized_end=4044
+  _globals['_GETDECODEINFOREQUEST']._serialized_start=4046
+  _globals['_GETDECODEINFOREQUEST']._serialized_end=4068
+  _globals['_GETDECODEINFORESPONSE']._serialized_start=4070
+  _globals['_GETDECODEINFORESPONSE']._serialized_end=4132
+  _globals['_GETDECODELEDGERREQUEST']._serialized_start=4134
+  _globals['_GETDECODELEDGERREQUEST']._serialized_end=4158
+  _globals['_GETDECODELEDGERRESPONSE']._serialized_start=4161
+  _globals['_GETDECODELEDGERRESPONSE']._serialized_end=4423
+  _globals['_DECODESERVICE']._serialized_start=4515
+  _globals['_DECODESERVICE']._serialized_end=5072
 # @@protoc_insertion_point(module_scope)

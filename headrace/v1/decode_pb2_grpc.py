@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class DecodeServiceStub:
-    """Called by routers (Reserve, Release, StreamTokens) and by prefill ranks (Renew, Commit, WriteRows).
+    """Routers open the decode link and, beside it, the token link, so that no frame of tokens delays a command; prefill ranks open the writer
+    link. link.proto says how links work.
     """
 
     def __init__(self, channel):
@@ -35,30 +36,20 @@ class DecodeServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Reserve = channel.unary_unary(
-                '/headrace.v1.DecodeService/Reserve',
-                request_serializer=headrace_dot_v1_dot_decode__pb2.ReserveRequest.SerializeToString,
-                response_deserializer=headrace_dot_v1_dot_decode__pb2.ReserveResponse.FromString,
+        self.OpenDecodeLink = channel.stream_stream(
+                '/headrace.v1.DecodeService/OpenDecodeLink',
+                request_serializer=headrace_dot_v1_dot_decode__pb2.OpenDecodeLinkRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_decode__pb2.OpenDecodeLinkResponse.FromString,
                 _registered_method=True)
-        self.Renew = channel.unary_unary(
-                '/headrace.v1.DecodeService/Renew',
-                request_serializer=headrace_dot_v1_dot_decode__pb2.RenewRequest.SerializeToString,
-                response_deserializer=headrace_dot_v1_dot_decode__pb2.RenewResponse.FromString,
+        self.OpenTokenLink = channel.stream_stream(
+                '/headrace.v1.DecodeService/OpenTokenLink',
+                request_serializer=headrace_dot_v1_dot_decode__pb2.OpenTokenLinkRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_decode__pb2.OpenTokenLinkResponse.FromString,
                 _registered_method=True)
-        self.Commit = channel.unary_unary(
-                '/headrace.v1.DecodeService/Commit',
-                request_serializer=headrace_dot_v1_dot_decode__pb2.CommitRequest.SerializeToString,
-                response_deserializer=headrace_dot_v1_dot_decode__pb2.CommitResponse.FromString,
-                _registered_method=True)
-        self.Release = channel.unary_unary(
-                '/headrace.v1.DecodeService/Release',
-                request_serializer=headrace_dot_v1_dot_decode__pb2.ReleaseRequest.SerializeToString,
-                response_deserializer=headrace_dot_v1_dot_decode__pb2.ReleaseResponse.FromString,
-                _registered_method=True)
-        self.StreamTokens = channel.unary_stream(
-                '/headrace.v1.DecodeService/StreamTokens',
-                request_serializer=headrace_dot_v1_dot_decode__pb2.StreamTokensRequest.SerializeToString,
-                response_deserializer=headrace_dot_v1_dot_decode__pb2.StreamTokensResponse.FromString,
+        self.OpenWriterLink = channel.stream_stream(
+                '/headrace.v1.DecodeService/OpenWriterLink',
+                request_serializer=headrace_dot_v1_dot_decode__pb2.OpenWriterLinkRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_decode__pb2.OpenWriterLinkResponse.FromString,
                 _registered_method=True)
         self.WriteRows = channel.stream_unary(
                 '/headrace.v1.DecodeService/WriteRows',
@@ -78,39 +69,26 @@ class DecodeServiceStub:
 
 
 class DecodeServiceServicer:
-    """Called by routers (Reserve, Release, StreamTokens) and by prefill ranks (Renew, Commit, WriteRows).
+    """Routers open the decode link and, beside it, the token link, so that no frame of tokens delays a command; prefill ranks open the writer
+    link. link.proto says how links work.
     """
 
-    def Reserve(self, request, context):
-        """Promises blocks before prefill starts. Safe to repeat: the same request id and attempt get the first answer.
+    def OpenDecodeLink(self, request_iterator, context):
+        """Commands of a router: reserve, release. One link for each router epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Renew(self, request, context):
-        """Puts off the expiry of a reservation. From its named writer only.
+    def OpenTokenLink(self, request_iterator, context):
+        """The tokens of all requests of one router, at most one frame a step. One link for each router epoch; it must be open before Reserve.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Commit(self, request, context):
-        """Hands rows over: the manifest is checked before the request may step. A repeated call gets the first answer.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Release(self, request, context):
-        """Ends a request in any state. Safe to repeat. Blocks come back once late writes are impossible.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StreamTokens(self, request, context):
-        """The tokens of all requests of one router, at most one frame a step. One open stream per router epoch.
+    def OpenWriterLink(self, request_iterator, context):
+        """Between a writer and this rank: begin, renew, commit from there, stop from here. One link for each prefill epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -140,30 +118,20 @@ class DecodeServiceServicer:
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Reserve': grpc.unary_unary_rpc_method_handler(
-                    servicer.Reserve,
-                    request_deserializer=headrace_dot_v1_dot_decode__pb2.ReserveRequest.FromString,
-                    response_serializer=headrace_dot_v1_dot_decode__pb2.ReserveResponse.SerializeToString,
+            'OpenDecodeLink': grpc.stream_stream_rpc_method_handler(
+                    servicer.OpenDecodeLink,
+                    request_deserializer=headrace_dot_v1_dot_decode__pb2.OpenDecodeLinkRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_decode__pb2.OpenDecodeLinkResponse.SerializeToString,
             ),
-            'Renew': grpc.unary_unary_rpc_method_handler(
-                    servicer.Renew,
-                    request_deserializer=headrace_dot_v1_dot_decode__pb2.RenewRequest.FromString,
-                    response_serializer=headrace_dot_v1_dot_decode__pb2.RenewResponse.SerializeToString,
+            'OpenTokenLink': grpc.stream_stream_rpc_method_handler(
+                    servicer.OpenTokenLink,
+                    request_deserializer=headrace_dot_v1_dot_decode__pb2.OpenTokenLinkRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_decode__pb2.OpenTokenLinkResponse.SerializeToString,
             ),
-            'Commit': grpc.unary_unary_rpc_method_handler(
-                    servicer.Commit,
-                    request_deserializer=headrace_dot_v1_dot_decode__pb2.CommitRequest.FromString,
-                    response_serializer=headrace_dot_v1_dot_decode__pb2.CommitResponse.SerializeToString,
-            ),
-            'Release': grpc.unary_unary_rpc_method_handler(
-                    servicer.Release,
-                    request_deserializer=headrace_dot_v1_dot_decode__pb2.ReleaseRequest.FromString,
-                    response_serializer=headrace_dot_v1_dot_decode__pb2.ReleaseResponse.SerializeToString,
-            ),
-            'StreamTokens': grpc.unary_stream_rpc_method_handler(
-                    servicer.StreamTokens,
-                    request_deserializer=headrace_dot_v1_dot_decode__pb2.StreamTokensRequest.FromString,
-                    response_serializer=headrace_dot_v1_dot_decode__pb2.StreamTokensResponse.SerializeToString,
+            'OpenWriterLink': grpc.stream_stream_rpc_method_handler(
+                    servicer.OpenWriterLink,
+                    request_deserializer=headrace_dot_v1_dot_decode__pb2.OpenWriterLinkRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_decode__pb2.OpenWriterLinkResponse.SerializeToString,
             ),
             'WriteRows': grpc.stream_unary_rpc_method_handler(
                     servicer.WriteRows,
@@ -189,11 +157,12 @@ def add_DecodeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DecodeService:
-    """Called by routers (Reserve, Release, StreamTokens) and by prefill ranks (Renew, Commit, WriteRows).
+    """Routers open the decode link and, beside it, the token link, so that no frame of tokens delays a command; prefill ranks open the writer
+    link. link.proto says how links work.
     """
 
     @staticmethod
-    def Reserve(request,
+    def OpenDecodeLink(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -203,12 +172,12 @@ class DecodeService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/headrace.v1.DecodeService/Reserve',
-            headrace_dot_v1_dot_decode__pb2.ReserveRequest.SerializeToString,
-            headrace_dot_v1_dot_decode__pb2.ReserveResponse.FromString,
+            '/headrace.v1.DecodeService/OpenDecodeLink',
+            headrace_dot_v1_dot_decode__pb2.OpenDecodeLinkRequest.SerializeToString,
+            headrace_dot_v1_dot_decode__pb2.OpenDecodeLinkResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -220,7 +189,7 @@ class DecodeService:
             _registered_method=True)
 
     @staticmethod
-    def Renew(request,
+    def OpenTokenLink(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -230,12 +199,12 @@ class DecodeService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/headrace.v1.DecodeService/Renew',
-            headrace_dot_v1_dot_decode__pb2.RenewRequest.SerializeToString,
-            headrace_dot_v1_dot_decode__pb2.RenewResponse.FromString,
+            '/headrace.v1.DecodeService/OpenTokenLink',
+            headrace_dot_v1_dot_decode__pb2.OpenTokenLinkRequest.SerializeToString,
+            headrace_dot_v1_dot_decode__pb2.OpenTokenLinkResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -247,7 +216,7 @@ class DecodeService:
             _registered_method=True)
 
     @staticmethod
-    def Commit(request,
+    def OpenWriterLink(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -257,66 +226,12 @@ class DecodeService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/headrace.v1.DecodeService/Commit',
-            headrace_dot_v1_dot_decode__pb2.CommitRequest.SerializeToString,
-            headrace_dot_v1_dot_decode__pb2.CommitResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Release(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/headrace.v1.DecodeService/Release',
-            headrace_dot_v1_dot_decode__pb2.ReleaseRequest.SerializeToString,
-            headrace_dot_v1_dot_decode__pb2.ReleaseResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StreamTokens(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/headrace.v1.DecodeService/StreamTokens',
-            headrace_dot_v1_dot_decode__pb2.StreamTokensRequest.SerializeToString,
-            headrace_dot_v1_dot_decode__pb2.StreamTokensResponse.FromString,
+            '/headrace.v1.DecodeService/OpenWriterLink',
+            headrace_dot_v1_dot_decode__pb2.OpenWriterLinkRequest.SerializeToString,
+            headrace_dot_v1_dot_decode__pb2.OpenWriterLinkResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,38 +23,40 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from headrace.v1 import common_pb2 as headrace_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace/v1/inference.proto\x12\x0bheadrace.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18headrace/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"8\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\x96\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.headrace.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x03 \x01(\x0b\x32\x18.headrace.v1.TokenPromptH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.headrace.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x17\n\x0fstream_interval\x18\x08 \x01(\x05\x12\x12\n\nfinal_only\x18\t \x01(\x08\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\x42\x08\n\x06prompt\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"W\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12$\n\x03top\x18\x03 \x03(\x0b\x32\x17.headrace.v1.TopLogprob\"\xd1\x01\n\x0bSampleDelta\x12\x14\n\x0csample_index\x18\x01 \x01(\x05\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x0c\n\x04text\x18\x04 \x01(\t\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.headrace.v1.TokenLogprob\x12\x30\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x07 \x01(\t\"\xda\x01\n\x0c\x46inalSummary\x12!\n\x05usage\x18\x01 \x01(\x0b\x32\x12.headrace.v1.Usage\x12\"\n\x06stages\x18\x02 \x03(\x0b\x32\x12.headrace.v1.Stage\x12\x0c\n\x04seed\x18\x03 \x01(\x03\x12\x10\n\x08trace_id\x18\x04 \x01(\t\x12\x36\n\x13time_to_first_token\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08\x64uration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"z\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x18.headrace.v1.SampleDelta\x12(\n\x05\x66inal\x18\x03 \x01(\x0b\x32\x19.headrace.v1.FinalSummary\"\x11\n\x0fGetModelRequest\"\xa8\x01\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\x05\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\x05\x12\x35\n\x10\x64\x65\x66\x61ult_sampling\x18\x04 \x01(\x0b\x32\x1b.headrace.v1.SamplingParams\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x32\xa6\x01\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12G\n\x08GetModel\x12\x1c.headrace.v1.GetModelRequest\x1a\x1d.headrace.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace/v1/inference.proto\x12\x0bheadrace.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x18headrace/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"s\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12\x33\n\x12template_arguments\x18\x02 \x01(\x0b\x32\x17.google.protobuf.StructJ\x04\x08\x03\x10\x07\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\xa8\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.headrace.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x03 \x01(\x0b\x32\x18.headrace.v1.TokenPromptH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.headrace.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x17\n\x0fstream_interval\x18\x08 \x01(\x05\x12\x12\n\nfinal_only\x18\t \x01(\x08\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\x42\x08\n\x06promptJ\x04\x08\x05\x10\x06J\x04\x08\x06\x10\x07J\x04\x08\x0c\x10\x10\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"W\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12$\n\x03top\x18\x03 \x03(\x0b\x32\x17.headrace.v1.TopLogprob\"\xe9\x01\n\x0bSampleDelta\x12\x14\n\x0csample_index\x18\x01 \x01(\x05\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x0c\n\x04text\x18\x04 \x01(\t\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.headrace.v1.TokenLogprob\x12\x30\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x07 \x01(\t\x12\x16\n\x0ereasoning_text\x18\x08 \x01(\t\"\xda\x01\n\x0c\x46inalSummary\x12!\n\x05usage\x18\x01 \x01(\x0b\x32\x12.headrace.v1.Usage\x12\"\n\x06stages\x18\x02 \x03(\x0b\x32\x12.headrace.v1.Stage\x12\x0c\n\x04seed\x18\x03 \x01(\x03\x12\x10\n\x08trace_id\x18\x04 \x01(\t\x12\x36\n\x13time_to_first_token\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08\x64uration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"z\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x18.headrace.v1.SampleDelta\x12(\n\x05\x66inal\x18\x03 \x01(\x0b\x32\x19.headrace.v1.FinalSummary\"\x11\n\x0fGetModelRequest\"\xa8\x01\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\x05\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\x05\x12\x35\n\x10\x64\x65\x66\x61ult_sampling\x18\x04 \x01(\x0b\x32\x1b.headrace.v1.SamplingParams\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x32\xa6\x01\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12G\n\x08GetModel\x12\x1c.headrace.v1.GetModelRequest\x1a\x1d.headrace.v1.GetModelResponseB\x18Z\x16headrace/v1;headracev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
-  _globals['_CHATMESSAGE']._serialized_start=102
-  _globals['_CHATMESSAGE']._serialized_end=146
-  _globals['_CHATPROMPT']._serialized_start=148
-  _globals['_CHATPROMPT']._serialized_end=204
-  _globals['_TOKENPROMPT']._serialized_start=206
-  _globals['_TOKENPROMPT']._serialized_end=238
-  _globals['_GENERATEREQUEST']._serialized_start=241
-  _globals['_GENERATEREQUEST']._serialized_end=519
-  _globals['_TOPLOGPROB']._serialized_start=521
-  _globals['_TOPLOGPROB']._serialized_end=568
-  _globals['_TOKENLOGPROB']._serialized_start=570
-  _globals['_TOKENLOGPROB']._serialized_end=657
-  _globals['_SAMPLEDELTA']._serialized_start=660
-  _globals['_SAMPLEDELTA']._serialized_end=869
-  _globals['_FINALSUMMARY']._serialized_start=872
-  _globals['_FINALSUMMARY']._serialized_end=1090
-  _globals['_GENERATERESPONSE']._serialized_start=1092
-  _globals['_GENERATERESPONSE']._serialized_end=1214
-  _globals['_GETMODELREQUEST']._serialized_start=1216
-  _globals['_GETMODELREQUEST']._serialized_end=1233
-  _globals['_GETMODELRESPONSE']._serialized_start=1236
-  _globals['_GETMODELRESPONSE']._serialized_end=1404
-  _globals['_INFERENCESERVICE']._serialized_start=1407
-  _globals['_INFERENCESERVICE']._serialized_end=1573
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'Z\026headrace/v1;headracev1'
+  _globals['_CHATMESSAGE']._serialized_start=132
+  _globals['_CHATMESSAGE']._serialized_end=176
+  _globals['_CHATPROMPT']._serialized_start=178
+  _globals['_CHATPROMPT']._serialized_end=293
+  _globals['_TOKENPROMPT']._serialized_start=295
+  _globals['_TOKENPROMPT']._serialized_end=327
+  _globals['_GENERATEREQUEST']._serialized_start=330
+  _globals['_GENERATEREQUEST']._serialized_end=626
+  _globals['_TOPLOGPROB']._serialized_start=628
+  _globals['_TOPLOGPROB']._serialized_end=675
+  _globals['_TOKENLOGPROB']._serialized_start=677
+  _globals['_TOKENLOGPROB']._serialized_end=764
+  _globals['_SAMPLEDELTA']._serialized_start=767
+  _globals['_SAMPLEDELTA']._serialized_end=1000
+  _globals['_FINALSUMMARY']._serialized_start=1003
+  _globals['_FINALSUMMARY']._serialized_end=1221
+  _globals['_GENERATERESPONSE']._serialized_start=1223
+  _globals['_GENERATERESPONSE']._serialized_end=1345
+  _globals['_GETMODELREQUEST']._serialized_start=1347
+  _globals['_GETMODELREQUEST']._serialized_end=1364
+  _globals['_GETMODELRESPONSE']._serialized_start=1367
+  _globals['_GETMODELRESPONSE']._serialized_end=1535
+  _globals['_INFERENCESERVICE']._serialized_start=1538
+  _globals['_INFERENCESERVICE']._serialized_end=1704
 # @@protoc_insertion_point(module_scope)

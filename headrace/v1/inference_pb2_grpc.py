@@ -27,6 +27,10 @@ if _version_not_supported:
 
 class InferenceServiceStub:
     """What clients call. Served by every router process.
+
+    An error is a status whose details (`grpc-status-details-bin`, google.rpc.Status) hold: google.rpc.ErrorInfo with `reason` UPPER_SNAKE,
+    domain `headrace`, and `retryable` in its metadata; google.rpc.BadRequest with the field that is wrong; google.rpc.RetryInfo where the
+    same call may succeed after a time.
     """
 
     def __init__(self, channel):
@@ -49,6 +53,10 @@ class InferenceServiceStub:
 
 class InferenceServiceServicer:
     """What clients call. Served by every router process.
+
+    An error is a status whose details (`grpc-status-details-bin`, google.rpc.Status) hold: google.rpc.ErrorInfo with `reason` UPPER_SNAKE,
+    domain `headrace`, and `retryable` in its metadata; google.rpc.BadRequest with the field that is wrong; google.rpc.RetryInfo where the
+    same call may succeed after a time.
     """
 
     def Generate(self, request, context):
@@ -89,6 +97,10 @@ def add_InferenceServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
     """What clients call. Served by every router process.
+
+    An error is a status whose details (`grpc-status-details-bin`, google.rpc.Status) hold: google.rpc.ErrorInfo with `reason` UPPER_SNAKE,
+    domain `headrace`, and `retryable` in its metadata; google.rpc.BadRequest with the field that is wrong; google.rpc.RetryInfo where the
+    same call may succeed after a time.
     """
 
     @staticmethod

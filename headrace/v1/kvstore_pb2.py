@@ -24,43 +24,49 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from headrace.v1 import common_pb2 as headrace_dot_v1_dot_common__pb2
+from headrace.v1 import link_pb2 as headrace_dot_v1_dot_link__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/kvstore.proto\x12\x0bheadrace.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18headrace/v1/common.proto\"\x1d\n\rLookupRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\"P\n\x0cPrefixHolder\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.WorkerIdentity\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x05\"<\n\x0eLookupResponse\x12*\n\x07holders\x18\x01 \x03(\x0b\x32\x19.headrace.v1.PrefixHolder\"|\n\x0ePublishRequest\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.WorkerIdentity\x12\x0c\n\x04keys\x18\x02 \x03(\t\x12/\n\x0ctime_to_live\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x11\n\x0fPublishResponse\"L\n\x0fWithdrawRequest\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.WorkerIdentity\x12\x0c\n\x04keys\x18\x02 \x03(\t\"\x12\n\x10WithdrawResponse\"|\n\x0e\x41\x63quireRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12+\n\x06holder\x18\x02 \x01(\x0b\x32\x1b.headrace.v1.WorkerIdentity\x12/\n\x0ctime_to_live\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"6\n\x0f\x41\x63quireResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x11\n\tkey_count\x18\x02 \x01(\x05\"\'\n\x13ReleaseLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x16\n\x14ReleaseLeaseResponse\"\x0e\n\x0cWatchRequest\"x\n\rWatchResponse\x12,\n\x06\x63hange\x18\x01 \x01(\x0e\x32\x1c.headrace.v1.CatalogueChange\x12+\n\x06worker\x18\x02 \x01(\x0b\x32\x1b.headrace.v1.WorkerIdentity\x12\x0c\n\x04keys\x18\x03 \x03(\t*\x8e\x01\n\x0f\x43\x61talogueChange\x12 \n\x1c\x43\x41TALOGUE_CHANGE_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x43\x41TALOGUE_CHANGE_PUBLISHED\x10\x01\x12\x1e\n\x1a\x43\x41TALOGUE_CHANGE_WITHDRAWN\x10\x02\x12\x19\n\x15\x43\x41TALOGUE_CHANGE_LOST\x10\x03\x32\xbf\x03\n\x0eKvStoreService\x12\x41\n\x06Lookup\x12\x1a.headrace.v1.LookupRequest\x1a\x1b.headrace.v1.LookupResponse\x12\x44\n\x07Publish\x12\x1b.headrace.v1.PublishRequest\x1a\x1c.headrace.v1.PublishResponse\x12G\n\x08Withdraw\x12\x1c.headrace.v1.WithdrawRequest\x1a\x1d.headrace.v1.WithdrawResponse\x12\x44\n\x07\x41\x63quire\x12\x1b.headrace.v1.AcquireRequest\x1a\x1c.headrace.v1.AcquireResponse\x12S\n\x0cReleaseLease\x12 .headrace.v1.ReleaseLeaseRequest\x1a!.headrace.v1.ReleaseLeaseResponse\x12@\n\x05Watch\x12\x19.headrace.v1.WatchRequest\x1a\x1a.headrace.v1.WatchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/kvstore.proto\x12\x0bheadrace.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18headrace/v1/common.proto\x1a\x16headrace/v1/link.proto\"q\n\x18OpenCatalogueLinkRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.headrace.v1.LinkHeader\x12,\n\x05items\x18\x02 \x03(\x0b\x32\x1d.headrace.v1.CatalogueCommand\"|\n\x10\x43\x61talogueCommand\x12.\n\x07publish\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.PublishCommandH\x00\x12\x30\n\x08withdraw\x18\x02 \x01(\x0b\x32\x1c.headrace.v1.WithdrawCommandH\x00\x42\x06\n\x04\x62ody\"q\n\x19OpenCatalogueLinkResponse\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.headrace.v1.LinkHeader\x12+\n\x05items\x18\x02 \x03(\x0b\x32\x1c.headrace.v1.CatalogueAnswer\"}\n\x0f\x43\x61talogueAnswer\x12\x16\n\x0e\x63ommand_number\x18\x01 \x01(\x03\x12!\n\x04\x64one\x18\x02 \x01(\x0b\x32\x11.headrace.v1.DoneH\x00\x12\'\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x14.headrace.v1.FailureH\x00\x42\x06\n\x04\x62ody\"u\n\x0ePublishCommand\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12/\n\x0ctime_to_live\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12$\n\x04tier\x18\x03 \x01(\x0e\x32\x16.headrace.v1.CacheTier\",\n\x0fWithdrawCommand\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\"\x1d\n\rLookupRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"\x93\x01\n\x0cPrefixHolder\x12-\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.WorkerIdentityH\x00\x12\x0f\n\x05store\x18\x03 \x01(\tH\x00\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x05\x12$\n\x04tier\x18\x04 \x01(\x0e\x32\x16.headrace.v1.CacheTierB\x08\n\x06holder\"<\n\x0eLookupResponse\x12*\n\x07holders\x18\x01 \x03(\x0b\x32\x19.headrace.v1.PrefixHolder\"|\n\x0e\x41\x63quireRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12+\n\x06holder\x18\x02 \x01(\x0b\x32\x1b.headrace.v1.WorkerIdentity\x12/\n\x0ctime_to_live\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"6\n\x0f\x41\x63quireResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x11\n\tkey_count\x18\x02 \x01(\x05\"\'\n\x13ReleaseLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x16\n\x14ReleaseLeaseResponse\"\x0e\n\x0cWatchRequest\"\xd0\x01\n\rWatchResponse\x12,\n\x06\x63hange\x18\x01 \x01(\x0e\x32\x1c.headrace.v1.CatalogueChange\x12+\n\x06worker\x18\x02 \x01(\x0b\x32\x1b.headrace.v1.WorkerIdentity\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x0b\n\x03\x61ll\x18\x04 \x01(\x08\x12\x0e\n\x06number\x18\x05 \x01(\x03\x12\x13\n\x0bis_snapshot\x18\x06 \x01(\x08\x12$\n\x04tier\x18\x07 \x01(\x0e\x32\x16.headrace.v1.CacheTier*\x8e\x01\n\x0f\x43\x61talogueChange\x12 \n\x1c\x43\x41TALOGUE_CHANGE_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x43\x41TALOGUE_CHANGE_PUBLISHED\x10\x01\x12\x1e\n\x1a\x43\x41TALOGUE_CHANGE_WITHDRAWN\x10\x02\x12\x19\n\x15\x43\x41TALOGUE_CHANGE_LOST\x10\x03\x32\x98\x03\n\x0eKvStoreService\x12\x66\n\x11OpenCatalogueLink\x12%.headrace.v1.OpenCatalogueLinkRequest\x1a&.headrace.v1.OpenCatalogueLinkResponse(\x01\x30\x01\x12\x41\n\x06Lookup\x12\x1a.headrace.v1.LookupRequest\x1a\x1b.headrace.v1.LookupResponse\x12\x44\n\x07\x41\x63quire\x12\x1b.headrace.v1.AcquireRequest\x1a\x1c.headrace.v1.AcquireResponse\x12S\n\x0cReleaseLease\x12 .headrace.v1.ReleaseLeaseRequest\x1a!.headrace.v1.ReleaseLeaseResponse\x12@\n\x05Watch\x12\x19.headrace.v1.WatchRequest\x1a\x1a.headrace.v1.WatchResponse0\x01\x42\x18Z\x16headrace/v1;headracev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.kvstore_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
-  _globals['_CATALOGUECHANGE']._serialized_start=904
-  _globals['_CATALOGUECHANGE']._serialized_end=1046
-  _globals['_LOOKUPREQUEST']._serialized_start=100
-  _globals['_LOOKUPREQUEST']._serialized_end=129
-  _globals['_PREFIXHOLDER']._serialized_start=131
-  _globals['_PREFIXHOLDER']._serialized_end=211
-  _globals['_LOOKUPRESPONSE']._serialized_start=213
-  _globals['_LOOKUPRESPONSE']._serialized_end=273
-  _globals['_PUBLISHREQUEST']._serialized_start=275
-  _globals['_PUBLISHREQUEST']._serialized_end=399
-  _globals['_PUBLISHRESPONSE']._serialized_start=401
-  _globals['_PUBLISHRESPONSE']._serialized_end=418
-  _globals['_WITHDRAWREQUEST']._serialized_start=420
-  _globals['_WITHDRAWREQUEST']._serialized_end=496
-  _globals['_WITHDRAWRESPONSE']._serialized_start=498
-  _globals['_WITHDRAWRESPONSE']._serialized_end=516
-  _globals['_ACQUIREREQUEST']._serialized_start=518
-  _globals['_ACQUIREREQUEST']._serialized_end=642
-  _globals['_ACQUIRERESPONSE']._serialized_start=644
-  _globals['_ACQUIRERESPONSE']._serialized_end=698
-  _globals['_RELEASELEASEREQUEST']._serialized_start=700
-  _globals['_RELEASELEASEREQUEST']._serialized_end=739
-  _globals['_RELEASELEASERESPONSE']._serialized_start=741
-  _globals['_RELEASELEASERESPONSE']._serialized_end=763
-  _globals['_WATCHREQUEST']._serialized_start=765
-  _globals['_WATCHREQUEST']._serialized_end=779
-  _globals['_WATCHRESPONSE']._serialized_start=781
-  _globals['_WATCHRESPONSE']._serialized_end=901
-  _globals['_KVSTORESERVICE']._serialized_start=1049
-  _globals['_KVSTORESERVICE']._serialized_end=1496
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'Z\026headrace/v1;headracev1'
+  _globals['_CATALOGUECHANGE']._serialized_start=1490
+  _globals['_CATALOGUECHANGE']._serialized_end=1632
+  _globals['_OPENCATALOGUELINKREQUEST']._serialized_start=124
+  _globals['_OPENCATALOGUELINKREQUEST']._serialized_end=237
+  _globals['_CATALOGUECOMMAND']._serialized_start=239
+  _globals['_CATALOGUECOMMAND']._serialized_end=363
+  _globals['_OPENCATALOGUELINKRESPONSE']._serialized_start=365
+  _globals['_OPENCATALOGUELINKRESPONSE']._serialized_end=478
+  _globals['_CATALOGUEANSWER']._serialized_start=480
+  _globals['_CATALOGUEANSWER']._serialized_end=605
+  _globals['_PUBLISHCOMMAND']._serialized_start=607
+  _globals['_PUBLISHCOMMAND']._serialized_end=724
+  _globals['_WITHDRAWCOMMAND']._serialized_start=726
+  _globals['_WITHDRAWCOMMAND']._serialized_end=770
+  _globals['_LOOKUPREQUEST']._serialized_start=772
+  _globals['_LOOKUPREQUEST']._serialized_end=801
+  _globals['_PREFIXHOLDER']._serialized_start=804
+  _globals['_PREFIXHOLDER']._serialized_end=951
+  _globals['_LOOKUPRESPONSE']._serialized_start=953
+  _globals['_LOOKUPRESPONSE']._serialized_end=1013
+  _globals['_ACQUIREREQUEST']._serialized_start=1015
+  _globals['_ACQUIREREQUEST']._serialized_end=1139
+  _globals['_ACQUIRERESPONSE']._serialized_start=1141
+  _globals['_ACQUIRERESPONSE']._serialized_end=1195
+  _globals['_RELEASELEASEREQUEST']._serialized_start=1197
+  _globals['_RELEASELEASEREQUEST']._serialized_end=1236
+  _globals['_RELEASELEASERESPONSE']._serialized_start=1238
+  _globals['_RELEASELEASERESPONSE']._serialized_end=1260
+  _globals['_WATCHREQUEST']._serialized_start=1262
+  _globals['_WATCHREQUEST']._serialized_end=1276
+  _globals['_WATCHRESPONSE']._serialized_start=1279
+  _globals['_WATCHRESPONSE']._serialized_end=1487
+  _globals['_KVSTORESERVICE']._serialized_start=1635
+  _globals['_KVSTORESERVICE']._serialized_end=2043
 # @@protoc_insertion_point(module_scope)

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class KvStoreServiceStub:
-    """Called by workers (Publish, Withdraw, Acquire, ReleaseLease) and routers (Lookup, Watch). Any number of processes: the catalogue
-    itself is in Redis.
+    """Workers publish over the catalogue link, what gathered in one message; link.proto says how links work. Any number of processes: the
+    catalogue itself is in Redis.
     """
 
     def __init__(self, channel):
@@ -36,20 +36,15 @@ class KvStoreServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.OpenCatalogueLink = channel.stream_stream(
+                '/headrace.v1.KvStoreService/OpenCatalogueLink',
+                request_serializer=headrace_dot_v1_dot_kvstore__pb2.OpenCatalogueLinkRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_kvstore__pb2.OpenCatalogueLinkResponse.FromString,
+                _registered_method=True)
         self.Lookup = channel.unary_unary(
                 '/headrace.v1.KvStoreService/Lookup',
                 request_serializer=headrace_dot_v1_dot_kvstore__pb2.LookupRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_kvstore__pb2.LookupResponse.FromString,
-                _registered_method=True)
-        self.Publish = channel.unary_unary(
-                '/headrace.v1.KvStoreService/Publish',
-                request_serializer=headrace_dot_v1_dot_kvstore__pb2.PublishRequest.SerializeToString,
-                response_deserializer=headrace_dot_v1_dot_kvstore__pb2.PublishResponse.FromString,
-                _registered_method=True)
-        self.Withdraw = channel.unary_unary(
-                '/headrace.v1.KvStoreService/Withdraw',
-                request_serializer=headrace_dot_v1_dot_kvstore__pb2.WithdrawRequest.SerializeToString,
-                response_deserializer=headrace_dot_v1_dot_kvstore__pb2.WithdrawResponse.FromString,
                 _registered_method=True)
         self.Acquire = channel.unary_unary(
                 '/headrace.v1.KvStoreService/Acquire',
@@ -69,26 +64,19 @@ class KvStoreServiceStub:
 
 
 class KvStoreServiceServicer:
-    """Called by workers (Publish, Withdraw, Acquire, ReleaseLease) and routers (Lookup, Watch). Any number of processes: the catalogue
-    itself is in Redis.
+    """Workers publish over the catalogue link, what gathered in one message; link.proto says how links work. Any number of processes: the
+    catalogue itself is in Redis.
     """
+
+    def OpenCatalogueLink(self, request_iterator, context):
+        """What a worker holds, and no longer holds. One link for each worker epoch and role.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
         """The longest prefix of the given keys that somebody holds, and who.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Publish(self, request, context):
-        """Registers blocks that a worker holds. Safe to repeat.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Withdraw(self, request, context):
-        """Takes blocks out that a worker no longer holds. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,7 +97,7 @@ class KvStoreServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Changes of the catalogue from now on, as hints: a reader that falls behind is told so and looks up again.
+        """The catalogue as it is, then its changes, numbered. A gap in the numbers, or LOST, means that changes were missed: open a new Watch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,20 +106,15 @@ class KvStoreServiceServicer:
 
 def add_KvStoreServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'OpenCatalogueLink': grpc.stream_stream_rpc_method_handler(
+                    servicer.OpenCatalogueLink,
+                    request_deserializer=headrace_dot_v1_dot_kvstore__pb2.OpenCatalogueLinkRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_kvstore__pb2.OpenCatalogueLinkResponse.SerializeToString,
+            ),
             'Lookup': grpc.unary_unary_rpc_method_handler(
                     servicer.Lookup,
                     request_deserializer=headrace_dot_v1_dot_kvstore__pb2.LookupRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_kvstore__pb2.LookupResponse.SerializeToString,
-            ),
-            'Publish': grpc.unary_unary_rpc_method_handler(
-                    servicer.Publish,
-                    request_deserializer=headrace_dot_v1_dot_kvstore__pb2.PublishRequest.FromString,
-                    response_serializer=headrace_dot_v1_dot_kvstore__pb2.PublishResponse.SerializeToString,
-            ),
-            'Withdraw': grpc.unary_unary_rpc_method_handler(
-                    servicer.Withdraw,
-                    request_deserializer=headrace_dot_v1_dot_kvstore__pb2.WithdrawRequest.FromString,
-                    response_serializer=headrace_dot_v1_dot_kvstore__pb2.WithdrawResponse.SerializeToString,
             ),
             'Acquire': grpc.unary_unary_rpc_method_handler(
                     servicer.Acquire,
@@ -157,9 +140,36 @@ def add_KvStoreServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvStoreService:
-    """Called by workers (Publish, Withdraw, Acquire, ReleaseLease) and routers (Lookup, Watch). Any number of processes: the catalogue
-    itself is in Redis.
+    """Workers publish over the catalogue link, what gathered in one message; link.proto says how links work. Any number of processes: the
+    catalogue itself is in Redis.
     """
+
+    @staticmethod
+    def OpenCatalogueLink(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/headrace.v1.KvStoreService/OpenCatalogueLink',
+            headrace_dot_v1_dot_kvstore__pb2.OpenCatalogueLinkRequest.SerializeToString,
+            headrace_dot_v1_dot_kvstore__pb2.OpenCatalogueLinkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Lookup(request,
@@ -178,60 +188,6 @@ class KvStoreService:
             '/headrace.v1.KvStoreService/Lookup',
             headrace_dot_v1_dot_kvstore__pb2.LookupRequest.SerializeToString,
             headrace_dot_v1_dot_kvstore__pb2.LookupResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Publish(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/headrace.v1.KvStoreService/Publish',
-            headrace_dot_v1_dot_kvstore__pb2.PublishRequest.SerializeToString,
-            headrace_dot_v1_dot_kvstore__pb2.PublishResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Withdraw(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/headrace.v1.KvStoreService/Withdraw',
-            headrace_dot_v1_dot_kvstore__pb2.WithdrawRequest.SerializeToString,
-            headrace_dot_v1_dot_kvstore__pb2.WithdrawResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,43 +25,47 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from headrace.v1 import common_pb2 as headrace_dot_v1_dot_common__pb2
 from headrace.v1 import decode_pb2 as headrace_dot_v1_dot_decode__pb2
+from headrace.v1 import link_pb2 as headrace_dot_v1_dot_link__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/prefill.proto\x12\x0bheadrace.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18headrace/v1/common.proto\x1a\x18headrace/v1/decode.proto\":\n\x0f\x44\x65liveredTokens\x12\x14\n\x0csample_index\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\"\xa1\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.headrace.v1.SamplingParams\x12\x16\n\x0esample_indices\x18\x05 \x03(\x05\x12/\n\tdelivered\x18\x06 \x03(\x0b\x32\x1c.headrace.v1.DeliveredTokens\x12-\n\x0breservation\x18\x07 \x01(\x0b\x32\x18.headrace.v1.Reservation\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x15\n\rprefill_epoch\x18\t \x01(\t\"\xb6\x01\n\nFirstToken\x12\x14\n\x0csample_index\x18\x01 \x01(\x05\x12\x10\n\x08position\x18\x02 \x01(\x05\x12\x10\n\x08token_id\x18\x03 \x01(\x05\x12\x0f\n\x07logprob\x18\x04 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x05 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x06 \x03(\x02\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.headrace.v1.FinishReason\"p\n\x0b\x46irstTokens\x12\'\n\x06tokens\x18\x01 \x03(\x0b\x32\x17.headrace.v1.FirstToken\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x02 \x01(\x05\x12\x1c\n\x14\x63omputed_token_count\x18\x03 \x01(\x05\"J\n\tCommitted\x12\x19\n\x11pushed_byte_count\x18\x01 \x01(\x03\x12\"\n\x06stages\x18\x02 \x03(\x0b\x32\x12.headrace.v1.Stage\"C\n\rPrefillFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\"\xa7\x01\n\x0fPrefillResponse\x12\x30\n\x0c\x66irst_tokens\x18\x01 \x01(\x0b\x32\x18.headrace.v1.FirstTokensH\x00\x12+\n\tcommitted\x18\x02 \x01(\x0b\x32\x16.headrace.v1.CommittedH\x00\x12,\n\x06\x66\x61iled\x18\x03 \x01(\x0b\x32\x1a.headrace.v1.PrefillFailedH\x00\x42\x07\n\x05\x65vent\"d\n\x0bStopRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x14\n\x0cwriter_epoch\x18\x02 \x01(\t\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"5\n\x0cStopResponse\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.headrace.v1.StopState\"\x17\n\x15GetPrefillInfoRequest\"?\n\x16GetPrefillInfoResponse\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.headrace.v1.WorkerInfo\"\x19\n\x17GetPrefillLedgerRequest\"\xb2\x01\n\x18GetPrefillLedgerResponse\x12(\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x18.headrace.v1.BlockLedger\x12\x1c\n\x14queued_request_count\x18\x02 \x01(\x05\x12\x1a\n\x12queued_token_count\x18\x03 \x01(\x03\x12\x1d\n\x15running_request_count\x18\x04 \x01(\x05\x12\x13\n\x0b\x62\x61tch_count\x18\x05 \x01(\x03*W\n\tStopState\x12\x1a\n\x16STOP_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12STOP_STATE_DRAINED\x10\x01\x12\x16\n\x12STOP_STATE_UNKNOWN\x10\x02\x32\xd1\x02\n\x0ePrefillService\x12\x46\n\x07Prefill\x12\x1b.headrace.v1.PrefillRequest\x1a\x1c.headrace.v1.PrefillResponse0\x01\x12;\n\x04Stop\x12\x18.headrace.v1.StopRequest\x1a\x19.headrace.v1.StopResponse\x12Y\n\x0eGetPrefillInfo\x12\".headrace.v1.GetPrefillInfoRequest\x1a#.headrace.v1.GetPrefillInfoResponse\x12_\n\x10GetPrefillLedger\x12$.headrace.v1.GetPrefillLedgerRequest\x1a%.headrace.v1.GetPrefillLedgerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/prefill.proto\x12\x0bheadrace.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18headrace/v1/common.proto\x1a\x18headrace/v1/decode.proto\x1a\x16headrace/v1/link.proto\"q\n\x16OpenPrefillLinkRequest\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.headrace.v1.LinkHeader\x12.\n\x05items\x18\x02 \x03(\x0b\x32\x1f.headrace.v1.PrefillLinkCommand\"\x81\x01\n\x12PrefillLinkCommand\x12.\n\x07prefill\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.PrefillCommandH\x00\x12\x33\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32!.headrace.v1.CancelPrefillCommandH\x00\x42\x06\n\x04\x62ody\"l\n\x17OpenPrefillLinkResponse\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.headrace.v1.LinkHeader\x12(\n\x05items\x18\x02 \x03(\x0b\x32\x19.headrace.v1.PrefillEvent\"\xea\x01\n\x0cPrefillEvent\x12\x16\n\x0e\x63ommand_number\x18\x01 \x01(\x03\x12\x30\n\x0c\x66irst_tokens\x18\x02 \x01(\x0b\x32\x18.headrace.v1.FirstTokensH\x00\x12+\n\tcommitted\x18\x03 \x01(\x0b\x32\x16.headrace.v1.CommittedH\x00\x12\'\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x14.headrace.v1.FailureH\x00\x12\x32\n\rheld_prefixes\x18\x05 \x01(\x0b\x32\x19.headrace.v1.HeldPrefixesH\x00\x42\x06\n\x04\x62ody\"M\n\x0cHeldPrefixes\x12\x13\n\x0bis_snapshot\x18\x01 \x01(\x08\x12\x12\n\nadded_keys\x18\x02 \x01(\x0c\x12\x14\n\x0cremoved_keys\x18\x03 \x01(\x0c\":\n\x0f\x44\x65liveredTokens\x12\x14\n\x0csample_index\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\"\xf4\x02\n\x0ePrefillCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.headrace.v1.SamplingParams\x12\x16\n\x0esample_indices\x18\x05 \x03(\x05\x12/\n\tdelivered\x18\x06 \x03(\x0b\x32\x1c.headrace.v1.DeliveredTokens\x12-\n\x0breservation\x18\x07 \x01(\x0b\x32\x18.headrace.v1.Reservation\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12,\n\ttime_left\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x14\n\x0ctrace_parent\x18\x0b \x01(\t\x12\x12\n\ndisplay_id\x18\x0c \x01(\t\";\n\x14\x43\x61ncelPrefillCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\"\xb6\x01\n\nFirstToken\x12\x14\n\x0csample_index\x18\x01 \x01(\x05\x12\x10\n\x08position\x18\x02 \x01(\x05\x12\x10\n\x08token_id\x18\x03 \x01(\x05\x12\x0f\n\x07logprob\x18\x04 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x05 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x06 \x03(\x02\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.headrace.v1.FinishReason\"p\n\x0b\x46irstTokens\x12\'\n\x06tokens\x18\x01 \x03(\x0b\x32\x17.headrace.v1.FirstToken\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x02 \x01(\x05\x12\x1c\n\x14\x63omputed_token_count\x18\x03 \x01(\x05\"J\n\tCommitted\x12\x19\n\x11pushed_byte_count\x18\x01 \x01(\x03\x12\"\n\x06stages\x18\x02 \x03(\x0b\x32\x12.headrace.v1.Stage\"\x17\n\x15GetPrefillInfoRequest\"?\n\x16GetPrefillInfoResponse\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.headrace.v1.WorkerInfo\"\x19\n\x17GetPrefillLedgerRequest\"\xb2\x01\n\x18GetPrefillLedgerResponse\x12(\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x18.headrace.v1.BlockLedger\x12\x1c\n\x14queued_request_count\x18\x02 \x01(\x05\x12\x1a\n\x12queued_token_count\x18\x03 \x01(\x03\x12\x1d\n\x15running_request_count\x18\x04 \x01(\x05\x12\x13\n\x0b\x62\x61tch_count\x18\x05 \x01(\x03\x32\xae\x02\n\x0ePrefillService\x12`\n\x0fOpenPrefillLink\x12#.headrace.v1.OpenPrefillLinkRequest\x1a$.headrace.v1.OpenPrefillLinkResponse(\x01\x30\x01\x12Y\n\x0eGetPrefillInfo\x12\".headrace.v1.GetPrefillInfoRequest\x1a#.headrace.v1.GetPrefillInfoResponse\x12_\n\x10GetPrefillLedger\x12$.headrace.v1.GetPrefillLedgerRequest\x1a%.headrace.v1.GetPrefillLedgerResponseB\x18Z\x16headrace/v1;headracev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.prefill_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
-  _globals['_STOPSTATE']._serialized_start=1547
-  _globals['_STOPSTATE']._serialized_end=1634
-  _globals['_DELIVEREDTOKENS']._serialized_start=126
-  _globals['_DELIVEREDTOKENS']._serialized_end=184
-  _globals['_PREFILLREQUEST']._serialized_start=187
-  _globals['_PREFILLREQUEST']._serialized_end=476
-  _globals['_FIRSTTOKEN']._serialized_start=479
-  _globals['_FIRSTTOKEN']._serialized_end=661
-  _globals['_FIRSTTOKENS']._serialized_start=663
-  _globals['_FIRSTTOKENS']._serialized_end=775
-  _globals['_COMMITTED']._serialized_start=777
-  _globals['_COMMITTED']._serialized_end=851
-  _globals['_PREFILLFAILED']._serialized_start=853
-  _globals['_PREFILLFAILED']._serialized_end=920
-  _globals['_PREFILLRESPONSE']._serialized_start=923
-  _globals['_PREFILLRESPONSE']._serialized_end=1090
-  _globals['_STOPREQUEST']._serialized_start=1092
-  _globals['_STOPREQUEST']._serialized_end=1192
-  _globals['_STOPRESPONSE']._serialized_start=1194
-  _globals['_STOPRESPONSE']._serialized_end=1247
-  _globals['_GETPREFILLINFOREQUEST']._serialized_start=1249
-  _globals['_GETPREFILLINFOREQUEST']._serialized_end=1272
-  _globals['_GETPREFILLINFORESPONSE']._serialized_start=1274
-  _globals['_GETPREFILLINFORESPONSE']._serialized_end=1337
-  _globals['_GETPREFILLLEDGERREQUEST']._serialized_start=1339
-  _globals['_GETPREFILLLEDGERREQUEST']._serialized_end=1364
-  _globals['_GETPREFILLLEDGERRESPONSE']._serialized_start=1367
-  _globals['_GETPREFILLLEDGERRESPONSE']._serialized_end=1545
-  _globals['_PREFILLSERVICE']._serialized_start=1637
-  _globals['_PREFILLSERVICE']._serialized_end=1974
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'Z\026headrace/v1;headracev1'
+  _globals['_OPENPREFILLLINKREQUEST']._serialized_start=150
+  _globals['_OPENPREFILLLINKREQUEST']._serialized_end=263
+  _globals['_PREFILLLINKCOMMAND']._serialized_start=266
+  _globals['_PREFILLLINKCOMMAND']._serialized_end=395
+  _globals['_OPENPREFILLLINKRESPONSE']._serialized_start=397
+  _globals['_OPENPREFILLLINKRESPONSE']._serialized_end=505
+  _globals['_PREFILLEVENT']._serialized_start=508
+  _globals['_PREFILLEVENT']._serialized_end=742
+  _globals['_HELDPREFIXES']._serialized_start=744
+  _globals['_HELDPREFIXES']._serialized_end=821
+  _globals['_DELIVEREDTOKENS']._serialized_start=823
+  _globals['_DELIVEREDTOKENS']._serialized_end=881
+  _globals['_PREFILLCOMMAND']._serialized_start=884
+  _globals['_PREFILLCOMMAND']._serialized_end=1256
+  _globals['_CANCELPREFILLCOMMAND']._serialized_start=1258
+  _globals['_CANCELPREFILLCOMMAND']._serialized_end=1317
+  _globals['_FIRSTTOKEN']._serialized_start=1320
+  _globals['_FIRSTTOKEN']._serialized_end=1502
+  _globals['_FIRSTTOKENS']._serialized_start=1504
+  _globals['_FIRSTTOKENS']._serialized_end=1616
+  _globals['_COMMITTED']._serialized_start=1618
+  _globals['_COMMITTED']._serialized_end=1692
+  _globals['_GETPREFILLINFOREQUEST']._serialized_start=1694
+  _globals['_GETPREFILLINFOREQUEST']._serialized_end=1717
+  _globals['_GETPREFILLINFORESPONSE']._serialized_start=1719
+  _globals['_GETPREFILLINFORESPONSE']._serialized_end=1782
+  _globals['_GETPREFILLLEDGERREQUEST']._serialized_start=1784
+  _globals['_GETPREFILLLEDGERREQUEST']._serialized_end=1809
+  _globals['_GETPREFILLLEDGERRESPONSE']._serialized_start=1812
+  _globals['_GETPREFILLLEDGERRESPONSE']._serialized_end=1990
+  _globals['_PREFILLSERVICE']._serialized_start=1993
+  _globals['_PREFILLSERVICE']._serialized_end=2295
 # @@protoc_insertion_point(module_scope)

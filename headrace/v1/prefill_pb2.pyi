@@ -3,8 +3,8 @@ import datetime
 from google.protobuf import duration_pb2 as _duration_pb2
 from headrace.v1 import common_pb2 as _common_pb2
 from headrace.v1 import decode_pb2 as _decode_pb2
+from headrace.v1 import link_pb2 as _link_pb2
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -12,14 +12,53 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class StopState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    STOP_STATE_UNSPECIFIED: _ClassVar[StopState]
-    STOP_STATE_DRAINED: _ClassVar[StopState]
-    STOP_STATE_UNKNOWN: _ClassVar[StopState]
-STOP_STATE_UNSPECIFIED: StopState
-STOP_STATE_DRAINED: StopState
-STOP_STATE_UNKNOWN: StopState
+class OpenPrefillLinkRequest(_message.Message):
+    __slots__ = ("header", "items")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    header: _link_pb2.LinkHeader
+    items: _containers.RepeatedCompositeFieldContainer[PrefillLinkCommand]
+    def __init__(self, header: _Optional[_Union[_link_pb2.LinkHeader, _Mapping]] = ..., items: _Optional[_Iterable[_Union[PrefillLinkCommand, _Mapping]]] = ...) -> None: ...
+
+class PrefillLinkCommand(_message.Message):
+    __slots__ = ("prefill", "cancel")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    prefill: PrefillCommand
+    cancel: CancelPrefillCommand
+    def __init__(self, prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelPrefillCommand, _Mapping]] = ...) -> None: ...
+
+class OpenPrefillLinkResponse(_message.Message):
+    __slots__ = ("header", "items")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    header: _link_pb2.LinkHeader
+    items: _containers.RepeatedCompositeFieldContainer[PrefillEvent]
+    def __init__(self, header: _Optional[_Union[_link_pb2.LinkHeader, _Mapping]] = ..., items: _Optional[_Iterable[_Union[PrefillEvent, _Mapping]]] = ...) -> None: ...
+
+class PrefillEvent(_message.Message):
+    __slots__ = ("command_number", "first_tokens", "committed", "failure", "held_prefixes")
+    COMMAND_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    HELD_PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    command_number: int
+    first_tokens: FirstTokens
+    committed: Committed
+    failure: _link_pb2.Failure
+    held_prefixes: HeldPrefixes
+    def __init__(self, command_number: _Optional[int] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., failure: _Optional[_Union[_link_pb2.Failure, _Mapping]] = ..., held_prefixes: _Optional[_Union[HeldPrefixes, _Mapping]] = ...) -> None: ...
+
+class HeldPrefixes(_message.Message):
+    __slots__ = ("is_snapshot", "added_keys", "removed_keys")
+    IS_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    ADDED_KEYS_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_KEYS_FIELD_NUMBER: _ClassVar[int]
+    is_snapshot: bool
+    added_keys: bytes
+    removed_keys: bytes
+    def __init__(self, is_snapshot: _Optional[bool] = ..., added_keys: _Optional[bytes] = ..., removed_keys: _Optional[bytes] = ...) -> None: ...
 
 class DeliveredTokens(_message.Message):
     __slots__ = ("sample_index", "token_ids")
@@ -29,8 +68,8 @@ class DeliveredTokens(_message.Message):
     token_ids: bytes
     def __init__(self, sample_index: _Optional[int] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
 
-class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "sampling", "sample_indices", "delivered", "reservation", "cache_salt", "prefill_epoch")
+class PrefillCommand(_message.Message):
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "sampling", "sample_indices", "delivered", "reservation", "cache_salt", "time_left", "priority", "trace_parent", "display_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -39,7 +78,10 @@ class PrefillRequest(_message.Message):
     DELIVERED_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TIME_LEFT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
+    DISPLAY_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: bytes
@@ -48,8 +90,19 @@ class PrefillRequest(_message.Message):
     delivered: _containers.RepeatedCompositeFieldContainer[DeliveredTokens]
     reservation: _decode_pb2.Reservation
     cache_salt: str
-    prefill_epoch: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., sample_indices: _Optional[_Iterable[int]] = ..., delivered: _Optional[_Iterable[_Union[DeliveredTokens, _Mapping]]] = ..., reservation: _Optional[_Union[_decode_pb2.Reservation, _Mapping]] = ..., cache_salt: _Optional[str] = ..., prefill_epoch: _Optional[str] = ...) -> None: ...
+    time_left: _duration_pb2.Duration
+    priority: int
+    trace_parent: str
+    display_id: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., sample_indices: _Optional[_Iterable[int]] = ..., delivered: _Optional[_Iterable[_Union[DeliveredTokens, _Mapping]]] = ..., reservation: _Optional[_Union[_decode_pb2.Reservation, _Mapping]] = ..., cache_salt: _Optional[str] = ..., time_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., trace_parent: _Optional[str] = ..., display_id: _Optional[str] = ...) -> None: ...
+
+class CancelPrefillCommand(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("sample_index", "position", "token_id", "logprob", "top_token_ids", "top_logprobs", "finish_reason")
@@ -86,42 +139,6 @@ class Committed(_message.Message):
     pushed_byte_count: int
     stages: _containers.RepeatedCompositeFieldContainer[_common_pb2.Stage]
     def __init__(self, pushed_byte_count: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[_common_pb2.Stage, _Mapping]]] = ...) -> None: ...
-
-class PrefillFailed(_message.Message):
-    __slots__ = ("reason", "message", "retryable")
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    RETRYABLE_FIELD_NUMBER: _ClassVar[int]
-    reason: str
-    message: str
-    retryable: bool
-    def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ..., retryable: _Optional[bool] = ...) -> None: ...
-
-class PrefillResponse(_message.Message):
-    __slots__ = ("first_tokens", "committed", "failed")
-    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    COMMITTED_FIELD_NUMBER: _ClassVar[int]
-    FAILED_FIELD_NUMBER: _ClassVar[int]
-    first_tokens: FirstTokens
-    committed: Committed
-    failed: PrefillFailed
-    def __init__(self, first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., failed: _Optional[_Union[PrefillFailed, _Mapping]] = ...) -> None: ...
-
-class StopRequest(_message.Message):
-    __slots__ = ("reservation_id", "writer_epoch", "wait")
-    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
-    WRITER_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    WAIT_FIELD_NUMBER: _ClassVar[int]
-    reservation_id: str
-    writer_epoch: str
-    wait: _duration_pb2.Duration
-    def __init__(self, reservation_id: _Optional[str] = ..., writer_epoch: _Optional[str] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
-
-class StopResponse(_message.Message):
-    __slots__ = ("state",)
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    state: StopState
-    def __init__(self, state: _Optional[_Union[StopState, str]] = ...) -> None: ...
 
 class GetPrefillInfoRequest(_message.Message):
     __slots__ = ()

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PrefillServiceStub:
-    """Called by routers (Prefill) and by decode ranks (Stop).
+    """Routers open the prefill link; link.proto says how links work.
     """
 
     def __init__(self, channel):
@@ -35,15 +35,10 @@ class PrefillServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Prefill = channel.unary_stream(
-                '/headrace.v1.PrefillService/Prefill',
-                request_serializer=headrace_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=headrace_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
-                _registered_method=True)
-        self.Stop = channel.unary_unary(
-                '/headrace.v1.PrefillService/Stop',
-                request_serializer=headrace_dot_v1_dot_prefill__pb2.StopRequest.SerializeToString,
-                response_deserializer=headrace_dot_v1_dot_prefill__pb2.StopResponse.FromString,
+        self.OpenPrefillLink = channel.stream_stream(
+                '/headrace.v1.PrefillService/OpenPrefillLink',
+                request_serializer=headrace_dot_v1_dot_prefill__pb2.OpenPrefillLinkRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_prefill__pb2.OpenPrefillLinkResponse.FromString,
                 _registered_method=True)
         self.GetPrefillInfo = channel.unary_unary(
                 '/headrace.v1.PrefillService/GetPrefillInfo',
@@ -58,18 +53,11 @@ class PrefillServiceStub:
 
 
 class PrefillServiceServicer:
-    """Called by routers (Prefill) and by decode ranks (Stop).
+    """Routers open the prefill link; link.proto says how links work.
     """
 
-    def Prefill(self, request, context):
-        """Computes a prompt, streams its first tokens, pushes its rows and commits them. Cancelling the call stops it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Stop(self, request, context):
-        """Ends every write of a reservation, now and later. Safe to repeat, also for a reservation never seen here.
+    def OpenPrefillLink(self, request_iterator, context):
+        """Commands of a router, events of its prompts, and what this rank holds. One link for each router epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,15 +80,10 @@ class PrefillServiceServicer:
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Prefill': grpc.unary_stream_rpc_method_handler(
-                    servicer.Prefill,
-                    request_deserializer=headrace_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
-                    response_serializer=headrace_dot_v1_dot_prefill__pb2.PrefillResponse.SerializeToString,
-            ),
-            'Stop': grpc.unary_unary_rpc_method_handler(
-                    servicer.Stop,
-                    request_deserializer=headrace_dot_v1_dot_prefill__pb2.StopRequest.FromString,
-                    response_serializer=headrace_dot_v1_dot_prefill__pb2.StopResponse.SerializeToString,
+            'OpenPrefillLink': grpc.stream_stream_rpc_method_handler(
+                    servicer.OpenPrefillLink,
+                    request_deserializer=headrace_dot_v1_dot_prefill__pb2.OpenPrefillLinkRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_prefill__pb2.OpenPrefillLinkResponse.SerializeToString,
             ),
             'GetPrefillInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetPrefillInfo,
@@ -121,11 +104,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefillService:
-    """Called by routers (Prefill) and by decode ranks (Stop).
+    """Routers open the prefill link; link.proto says how links work.
     """
 
     @staticmethod
-    def Prefill(request,
+    def OpenPrefillLink(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -135,39 +118,12 @@ class PrefillService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/headrace.v1.PrefillService/Prefill',
-            headrace_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
-            headrace_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Stop(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/headrace.v1.PrefillService/Stop',
-            headrace_dot_v1_dot_prefill__pb2.StopRequest.SerializeToString,
-            headrace_dot_v1_dot_prefill__pb2.StopResponse.FromString,
+            '/headrace.v1.PrefillService/OpenPrefillLink',
+            headrace_dot_v1_dot_prefill__pb2.OpenPrefillLinkRequest.SerializeToString,
+            headrace_dot_v1_dot_prefill__pb2.OpenPrefillLinkResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,23 +25,24 @@ _sym_db = _symbol_database.Default()
 from headrace.v1 import common_pb2 as headrace_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/router.proto\x12\x0bheadrace.v1\x1a\x18headrace/v1/common.proto\"\x14\n\x12ListWorkersRequest\"\x8e\x01\n\nWorkerView\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.headrace.v1.WorkerInfo\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x17\n\x0fin_flight_count\x18\x03 \x01(\x05\x12\x1a\n\x12queued_token_count\x18\x04 \x01(\x03\x12\x15\n\rwhy_not_ready\x18\x05 \x01(\t\"?\n\x13ListWorkersResponse\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.headrace.v1.WorkerView\"\x18\n\x16GetRouterLedgerRequest\"\x8d\x01\n\x17GetRouterLedgerResponse\x12\x1c\n\x14queued_request_count\x18\x01 \x01(\x05\x12\x1a\n\x12queued_token_count\x18\x02 \x01(\x03\x12\x1d\n\x15running_request_count\x18\x03 \x01(\x05\x12\x19\n\x11open_handle_count\x18\x04 \x01(\x05\x32\xbf\x01\n\rRouterService\x12P\n\x0bListWorkers\x12\x1f.headrace.v1.ListWorkersRequest\x1a .headrace.v1.ListWorkersResponse\x12\\\n\x0fGetRouterLedger\x12#.headrace.v1.GetRouterLedgerRequest\x1a$.headrace.v1.GetRouterLedgerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/router.proto\x12\x0bheadrace.v1\x1a\x18headrace/v1/common.proto\"\x14\n\x12ListWorkersRequest\"\xbd\x01\n\nWorkerView\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.headrace.v1.WorkerInfo\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x17\n\x0fin_flight_count\x18\x03 \x01(\x05\x12\x1a\n\x12queued_token_count\x18\x04 \x01(\x03\x12\x15\n\rwhy_not_ready\x18\x05 \x01(\t\x12-\n\x08progress\x18\x06 \x01(\x0b\x32\x1b.headrace.v1.WorkerProgress\"?\n\x13ListWorkersResponse\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.headrace.v1.WorkerView\"\x18\n\x16GetRouterLedgerRequest\"\x8d\x01\n\x17GetRouterLedgerResponse\x12\x1c\n\x14queued_request_count\x18\x01 \x01(\x05\x12\x1a\n\x12queued_token_count\x18\x02 \x01(\x03\x12\x1d\n\x15running_request_count\x18\x03 \x01(\x05\x12\x19\n\x11open_handle_count\x18\x04 \x01(\x05\x32\xbf\x01\n\rRouterService\x12P\n\x0bListWorkers\x12\x1f.headrace.v1.ListWorkersRequest\x1a .headrace.v1.ListWorkersResponse\x12\\\n\x0fGetRouterLedger\x12#.headrace.v1.GetRouterLedgerRequest\x1a$.headrace.v1.GetRouterLedgerResponseB\x18Z\x16headrace/v1;headracev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'Z\026headrace/v1;headracev1'
   _globals['_LISTWORKERSREQUEST']._serialized_start=67
   _globals['_LISTWORKERSREQUEST']._serialized_end=87
   _globals['_WORKERVIEW']._serialized_start=90
-  _globals['_WORKERVIEW']._serialized_end=232
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=234
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=297
-  _globals['_GETROUTERLEDGERREQUEST']._serialized_start=299
-  _globals['_GETROUTERLEDGERREQUEST']._serialized_end=323
-  _globals['_GETROUTERLEDGERRESPONSE']._serialized_start=326
-  _globals['_GETROUTERLEDGERRESPONSE']._serialized_end=467
-  _globals['_ROUTERSERVICE']._serialized_start=470
-  _globals['_ROUTERSERVICE']._serialized_end=661
+  _globals['_WORKERVIEW']._serialized_end=279
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=281
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=344
+  _globals['_GETROUTERLEDGERREQUEST']._serialized_start=346
+  _globals['_GETROUTERLEDGERREQUEST']._serialized_end=370
+  _globals['_GETROUTERLEDGERRESPONSE']._serialized_start=373
+  _globals['_GETROUTERLEDGERRESPONSE']._serialized_end=514
+  _globals['_ROUTERSERVICE']._serialized_start=517
+  _globals['_ROUTERSERVICE']._serialized_end=708
 # @@protoc_insertion_point(module_scope)

@@ -12,18 +12,20 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerView(_message.Message):
-    __slots__ = ("info", "ready", "in_flight_count", "queued_token_count", "why_not_ready")
+    __slots__ = ("info", "ready", "in_flight_count", "queued_token_count", "why_not_ready", "progress")
     INFO_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_COUNT_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     WHY_NOT_READY_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     info: _common_pb2.WorkerInfo
     ready: bool
     in_flight_count: int
     queued_token_count: int
     why_not_ready: str
-    def __init__(self, info: _Optional[_Union[_common_pb2.WorkerInfo, _Mapping]] = ..., ready: _Optional[bool] = ..., in_flight_count: _Optional[int] = ..., queued_token_count: _Optional[int] = ..., why_not_ready: _Optional[str] = ...) -> None: ...
+    progress: _common_pb2.WorkerProgress
+    def __init__(self, info: _Optional[_Union[_common_pb2.WorkerInfo, _Mapping]] = ..., ready: _Optional[bool] = ..., in_flight_count: _Optional[int] = ..., queued_token_count: _Optional[int] = ..., why_not_ready: _Optional[str] = ..., progress: _Optional[_Union[_common_pb2.WorkerProgress, _Mapping]] = ...) -> None: ...
 
 class ListWorkersResponse(_message.Message):
     __slots__ = ("workers",)

@@ -18,11 +18,12 @@ async def main(start: Start) -> None:
         reached_at = process.identity.address if backend == "grpc" else start.config.mesh.host
         target = transfer.open_target(backend, process.worker.latent.rows, reached_at)
         process.stack.callback(target.close)
-        core = await process.stack.enter_async_context(
-            open_decoder(process.start, process.worker, process.identity, process.peers, target, transfer=backend)
+        opened = await process.stack.enter_async_context(
+            open_decoder(process.start, process.worker, process.identity, target, process.keys, transfer=backend)
         )
         write_rows = getattr(target, "write", None) if backend == "grpc" else None
-        await process.serve(server.register(core, write_rows), (server.SERVICE,), core.drain, roles=("decode",))
+        register = server.register(opened.core, opened.links, write_rows)
+        await process.serve(register, (server.SERVICE,), opened.drain, roles=("decode",))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,18 @@ from typing import Protocol
 from headrace.cache.blocks import BlockPool
 from headrace.clock import Clock
 from headrace.engine.request import DecodeSequence, SampledToken
+from headrace.errors import HeadraceError
 from headrace.process.faults import Faults
-from headrace.protocol import StopState, TargetDescriptor, WorkerIdentity
+from headrace.protocol.common import WorkerIdentity
+from headrace.protocol.decode import Promise, Reservation, StopState, TargetDescriptor, TokenFrame
 
 Checksums = Callable[[Sequence[int], int, int], Sequence[int]]
 """(blocks, first_row, num_rows) -> a signed 64-bit checksum of those token positions for each layer. Called in a worker thread;
 waits for what a transfer wrote, not for steps in flight."""
 CopyRows = Callable[[int, int, int], None]
 """(source block, target block, rows), in every layer; they are there when it returns. Called in the same worker thread."""
+Sign = Callable[[Promise, float], Reservation]
+"""(promise, seconds until it expires) -> what a router carries to the writer."""
 StopWriter = Callable[[WorkerIdentity, str, float], Awaitable[StopState]]
 """(writer, reservation id, wait_s) -> its answer. Bounded in time; raises HeadraceError when there is none."""
 
@@ -40,7 +44,11 @@ class DecodeEngine(Protocol):
 
     @property
     def steps(self) -> int:
-        """Forwards since start."""
+        """Forwards that have completed since start."""
+
+    @property
+    def pending(self) -> int:
+        """Forwards whose completion is awaited now; 0 when there is nothing to step."""
 
 
 class Target(Protocol):
@@ -49,6 +57,20 @@ class Target(Protocol):
     def descriptor(self) -> TargetDescriptor: ...
 
     def fence(self) -> TargetDescriptor: ...
+
+
+class TokenLink(Protocol):
+    """The way to one router; see headrace.rpc.links.Link."""
+
+    peer: WorkerIdentity
+    is_open: bool
+    is_lost: bool
+    unacknowledged_bytes: int
+    acknowledged_through: int
+
+    def send(self, body: TokenFrame) -> int: ...
+
+    def lose(self, error: HeadraceError) -> None: ...
 
 
 @dataclass
@@ -61,5 +83,6 @@ class Collaborators:
     target: Target
     checksums: Checksums
     copy_rows: CopyRows
+    sign: Sign
     stop_writer: StopWriter
     faults: Faults = field(default_factory=Faults)

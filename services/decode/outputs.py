@@ -1,111 +1,56 @@
 """From sampled tokens to frames: the only code of this service that runs once per token.
 
 The engine thread posts each step here (`on_step` costs it an append and one wake-up of the loop). The loop gathers each
-sample's tokens, hands what is due to the router's stream, and reports samples that ended.
+sample's tokens, hands what is due to the router's link, and reports samples that ended. What cannot be handled ends the requests
+it belongs to: a token is never dropped and the request left running.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from headrace.clock import Clock
 from headrace.engine.request import DecodeSequence, SampledToken
-from headrace.observe import logs, telemetry
-from headrace.protocol import FinishReason, ReserveCommand, SampleEnd, Stage, TokenRecord
-from services.decode.streams import RouterStream, SampleOutput, TokenStreams
+from headrace.errors import HeadraceError, InternalError
+from headrace.observe import logs
+from headrace.protocol.common import FinishReason, Stage
+from headrace.protocol.decode import SampleEnd
+from services.decode.request import Request
+from services.decode.running import RunningRequest, SampleOutput, Step
+from services.decode.tokens import RouterTokens, TokenLinks
 
 log = logs.get(__name__)
 
 
-@dataclass(frozen=True)
-class Step:
-    """What one step produced; the engine hands over columns, and a SampledToken is made where the loop looks at it.
+class Listener(Protocol):
+    """Who must know what became of the batch; `engine_handle` names a request there."""
 
-    Steps run back to back: one `began` when the one before `ended`, or later.
-    """
+    def sample_ended(self, engine_handle: int, sample_index: int) -> None:
+        """It ended by itself and has left the batch."""
 
-    number: int
-    began: float
-    ended: float
-    tokens: Sequence[SampledToken]
-
-
-@dataclass
-class RunningRequest:
-    """A request that steps; times are readings of the clock, in seconds. `name` is the client's request id."""
-
-    command: ReserveCommand
-    name: str
-    traceparent: str
-    arrived: float
-    committed: float
-    samples: dict[int, SampleOutput]
-    first_step_began: float = 0.0
-    last_step: int = 0
-    step_times: list[float] = field(default_factory=list)
-
-    def stepped(self, step: Step) -> None:
-        """A step made tokens for this request; counted once however many samples it has."""
-        if step.number == self.last_step:
-            return
-        if not self.step_times:
-            self.first_step_began = step.began
-        self.last_step = step.number
-        self.step_times.append(step.ended)
-
-    def stages(self, wall_offset_s: float) -> tuple[Stage, ...]:
-        """Where the time on this rank went since Commit arrived; emits the same as spans of the request's trace."""
-        began = max(self.committed, self.first_step_began)
-        ended = self.step_times[-1]
-        gaps = np.diff(self.step_times) if len(self.step_times) > 1 else np.zeros(1)
-        parent = self.traceparent
-        common: dict[str, Any] = {"request_id": self.name, "attempt": self.command.attempt}
-        telemetry.emit("decode.queue", wall_offset_s + self.committed, wall_offset_s + began, parent=parent, **common)
-        telemetry.emit(
-            "decode.generate",
-            wall_offset_s + began,
-            wall_offset_s + ended,
-            parent=parent,
-            steps=len(self.step_times),
-            itl_mean_s=float(gaps.mean()),
-            itl_p99_s=float(np.quantile(gaps, 0.99)),
-            **common,
-        )
-        queue = Stage("decode.queue", self.committed - self.arrived, began - self.committed)
-        generate = Stage("decode.generate", began - self.arrived, ended - began, tokens=len(self.step_times))
-        return queue, generate
+    def requests_lost(self, engine_handles: Iterable[int], reason: str, error: HeadraceError) -> None:
+        """They cannot go on here."""
 
 
 class Outputs:
-    """All running requests by engine handle.
+    """All running requests by engine handle. `connect` comes before the first step."""
 
-    on_sample_end(handle, sample_index)  a sample ended by itself and has left the batch
-    on_lost(handles, error)              a failed step has thrown these requests out
-    """
-
-    def __init__(
-        self,
-        clock: Clock,
-        streams: TokenStreams,
-        chunk: int,
-        on_sample_end: Callable[[int, int], None],
-        on_lost: Callable[[set[int], Exception], None],
-    ):
-        self._clock, self._streams, self._chunk = clock, streams, chunk
-        self._on_sample_end, self._on_lost = on_sample_end, on_lost
+    def __init__(self, clock: Clock, links: TokenLinks, chunk: int):
+        self._clock, self._links, self._chunk = clock, links, chunk
+        self._listener: Listener
         self._running: dict[int, RunningRequest] = {}
         self._steps: deque[Step] = deque()
         self._last_step = Step(0, 0.0, 0.0, ())
         self._stepped = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+
+    def connect(self, listener: Listener) -> None:
+        """Who hears of ends and losses."""
+        self._listener = listener
 
     # --- engine thread ---
 
@@ -121,31 +66,46 @@ class Outputs:
         """A step failed and these sequences have left."""
         handles = {sequence.handle for sequence in sequences}
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._on_lost, handles, error)
+            self._loop.call_soon_threadsafe(self._fail, handles, "ENGINE_FAILED", error)
 
     # --- loop ---
 
-    def begin(self, handle: int, request: RunningRequest) -> None:
-        """Tokens of this handle are expected from now on."""
-        self._running[handle] = request
+    def begin(self, request: Request, arrived: float, now: float, samples: dict[int, SampleOutput]) -> None:
+        """Its tokens are expected from now on."""
+        link = self._links.find(request.router_epoch)
+        assert link is not None, "a router's requests end with its link"
+        self._running[request.engine_handle] = RunningRequest(request, link, arrived, now, samples)
 
     def samples(self, handle: int) -> set[int]:
         """Samples of a handle that step; empty when it does not run."""
-        request = self._running.get(handle)
-        return set(request.samples) if request is not None else set()
-
-    def take_gathered(self, handle: int) -> list[TokenRecord]:
-        """Tokens that wait for their interval; sent before an error, so that the next attempt need not compute them."""
-        request = self._running.get(handle)
-        outputs = request.samples.values() if request is not None else ()
-        return [record for output in outputs if (record := output.take()).token_ids]
+        running = self._running.get(handle)
+        return set(running.samples) if running is not None else set()
 
     def drop(self, handle: int, sample_index: int | None = None) -> bool:
         """Ignores what still comes for a handle, or one sample of it. False when it was not expected."""
         if sample_index is None:
             return self._running.pop(handle, None) is not None
-        request = self._running.get(handle)
-        return request is not None and request.samples.pop(sample_index, None) is not None
+        running = self._running.get(handle)
+        return running is not None and running.samples.pop(sample_index, None) is not None
+
+    def report_loss(self, request: Request, reason: str) -> None:
+        """Tells the router that an attempt is lost here. Tokens that wait for their interval go first, so that the next attempt
+        need not compute them."""
+        link = self._links.find(request.router_epoch)
+        if link is None:
+            return
+        running = self._running.get(request.engine_handle)
+        samples = running.samples if running is not None else {}
+        try:
+            gathered = [record for output in samples.values() if (record := output.take()).token_ids]
+        except Exception as error:  # they are what is broken
+            log.error("gathered tokens are lost with their request", error=error, request_id=request.name)
+            gathered = []
+        for record in gathered:
+            link.add_record(record)
+        for sample in samples or [s for s in request.command.sample_indices if s not in request.dropped]:
+            link.add_end(SampleEnd(request.command.handle, sample, FinishReason.NONE, reason))
+        link.flush()
 
     @property
     def num_running(self) -> int:
@@ -160,43 +120,56 @@ class Outputs:
             try:
                 await self._handle_waiting_steps()
             except Exception as error:
-                log.error("the output of a step could not be handled", error=error)
+                log.error("requests that are lost could not be ended", error=error)
 
     async def _handle_waiting_steps(self) -> None:
         """All steps that have gathered become at most one frame a router."""
-        touched: set[RouterStream] = set()
+        touched: set[RouterTokens] = set()
         while self._steps:
             step = self._steps.popleft()
-            for first in range(0, len(step.tokens), self._chunk):
-                if first:
-                    await asyncio.sleep(0)
-                self._take(step, step.tokens[first : first + self._chunk], touched)
-        for stream in touched:
-            stream.flush()
+            try:
+                for first in range(0, len(step.tokens), self._chunk):
+                    if first:
+                        await asyncio.sleep(0)
+                    for token in step.tokens[first : first + self._chunk]:
+                        self._take(step, token, touched)
+            except Exception as error:  # the step itself cannot be read: whose tokens it has is not known
+                self._fail(list(self._running), "OUTPUT_FAILED", error)
+        for link in touched:
+            link.flush()
 
-    def _take(self, step: Step, tokens: Sequence[SampledToken], touched: set[RouterStream]) -> None:
-        for token in tokens:
-            request = self._running.get(token.handle)
-            output = request.samples.get(token.sample_index) if request is not None else None
-            if request is None or output is None:
-                continue  # released meanwhile
-            request.stepped(step)
+    def _take(self, step: Step, token: SampledToken, touched: set[RouterTokens]) -> None:
+        running = self._running.get(token.handle)
+        output = running.samples.get(token.sample_index) if running is not None else None
+        if running is None or output is None:
+            return  # released meanwhile
+        try:
+            running.stepped(step)
             is_due = output.add(token)
             if not is_due and token.finish_reason is FinishReason.NONE:
-                continue
-            stream = self._streams.find(request.command.router.epoch)
-            if stream is None:
-                continue  # its router is lost, and the request with it
-            touched.add(stream)
-            stream.add_record(output.take())
+                return
+            touched.add(running.link)
+            running.link.add_record(output.take())
             if token.finish_reason is not FinishReason.NONE:
-                self._end(request, token, stream)
+                self._end(running, token)
+        except Exception as error:
+            self._fail((token.handle,), "OUTPUT_FAILED", error)
 
-    def _end(self, request: RunningRequest, token: SampledToken, stream: RouterStream) -> None:
-        del request.samples[token.sample_index]
+    def _end(self, running: RunningRequest, token: SampledToken) -> None:
+        del running.samples[token.sample_index]
         stages: tuple[Stage, ...] = ()
-        if not request.samples:
+        if not running.samples:
             self._running.pop(token.handle, None)
-            stages = request.stages(time.time() - self._clock.now())
-        stream.add_end(SampleEnd(request.command.handle, token.sample_index, token.finish_reason, "", stages))
-        self._on_sample_end(token.handle, token.sample_index)
+            stages = running.stages()
+        handle = running.request.command.handle
+        end = SampleEnd(handle, token.sample_index, token.finish_reason, "", stages, token.position + 1)
+        running.link.add_end(end)
+        self._listener.sample_ended(token.handle, token.sample_index)
+
+    def _fail(self, handles: Iterable[int], reason: str, error: Exception) -> None:
+        handles = list(handles)
+        log.error("requests are lost", error=error, reason=reason, requests=len(handles))
+        what = (
+            "a decode step failed" if reason == "ENGINE_FAILED" else "the output of a decode step could not be handled"
+        )
+        self._listener.requests_lost(handles, reason, InternalError(what, retryable=True))

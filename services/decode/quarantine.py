@@ -11,13 +11,13 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
-from headrace.clock import Clock, first_of
+from headrace.clock import first_of
 from headrace.errors import TransferError
 from headrace.observe import logs, telemetry
-from headrace.process.faults import Faults
-from headrace.protocol import StopState, TargetDescriptor, WorkerIdentity
+from headrace.protocol.common import WorkerIdentity
+from headrace.protocol.decode import StopState, TargetDescriptor
 from services.decode.background import Background
-from services.decode.interfaces import StopWriter, Target
+from services.decode.interfaces import Collaborators
 
 log = logs.get(__name__)
 
@@ -31,18 +31,16 @@ class Quarantine:
 
     def __init__(
         self,
-        clock: Clock,
-        target: Target,
-        stop_writer: StopWriter,
+        collaborators: Collaborators,
         background: Background,
-        faults: Faults,
         *,
         silence_s: float,
         stop_wait_s: float,
         on_fenced: Callable[[], None],
     ):
-        self._clock, self._target, self._stop_writer = clock, target, stop_writer
-        self._background, self._faults, self._on_fenced = background, faults, on_fenced
+        self._clock, self._target = collaborators.clock, collaborators.target
+        self._stop_writer, self._faults = collaborators.stop_writer, collaborators.faults
+        self._background, self._on_fenced = background, on_fenced
         self._silence_s, self._stop_wait_s = silence_s, stop_wait_s
         self._silent_until: dict[str, float] = {}
         """Reservations whose writer has not answered -> when that becomes a fence."""

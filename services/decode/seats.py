@@ -1,18 +1,18 @@
 """Which blocks a reservation needs, which sample holds which, and what the writer owes. Arithmetic only.
 
-L prompt tokens, B rows a block. The first L // B blocks hold whole prompt blocks and are shared by all samples; the rest of
-each sample's sequence is its own. A prompt whose last block is partial is written once, into the first sample's sequence,
-and copied into the others' at commit; once tokens were delivered the sequences differ and each is written.
+How many blocks is `headrace/cache/seats.py`'s business. A prompt whose last block is partial is written once, into the first
+sample's sequence, and copied into the others' at commit; once tokens were delivered the sequences differ and each is written.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.errors import InvalidRequest, ManifestMismatch
-from headrace.protocol import MAX_SAMPLES, CommitCommand, ReserveCommand, SequenceManifest, TargetSequence
+from headrace.cache.seats import blocks_for, decode_length, shared_blocks
+from headrace.errors import InvalidRequest
+from headrace.protocol.common import MAX_SAMPLES
+from headrace.protocol.decode import ReserveCommand, TargetSequence
 
 
 @dataclass(frozen=True)
@@ -35,28 +35,31 @@ def plan_seats(command: ReserveCommand, block_size: int, max_context_tokens: int
     Raises InvalidRequest for a prompt that no context can hold, and for samples and counts that mean nothing.
     """
     _check_samples(command)
-    prompt, written = command.prompt_tokens, command.prompt_tokens + max(command.delivered_counts)
-    if written > max_context_tokens:
+    prompt, delivered = command.prompt_tokens, max(command.delivered_counts)
+    if prompt + delivered > max_context_tokens:
         raise InvalidRequest(
-            f"prompt_tokens: {prompt} prompt and {max(command.delivered_counts)} delivered tokens are above the "
-            f"context of {max_context_tokens}",
+            f"prompt_tokens: {prompt} prompt and {delivered} delivered tokens are above the context of {max_context_tokens}",
             field="prompt_tokens",
         )
-    rows = max(written, min(prompt + command.sampling.max_tokens, max_context_tokens))
-    shared = prompt // block_size
-    return SeatPlan(command, block_size, shared, -(-rows // block_size) - shared)
+    rows = decode_length(prompt, command.sampling.max_tokens, delivered, max_context_tokens)
+    shared = shared_blocks(prompt, block_size)
+    return SeatPlan(command, block_size, shared, blocks_for(rows, block_size) - shared)
 
 
 def _check_samples(command: ReserveCommand) -> None:
     indices = command.sample_indices
-    if indices[0] < 0 or any(a >= b for a, b in itertools.pairwise(indices)):
+    if not indices or indices[0] < 0 or any(a >= b for a, b in itertools.pairwise(indices)):
         raise InvalidRequest(f"sample_indices: {indices} must ascend from 0 or above", field="sample_indices")
     if len(indices) > MAX_SAMPLES:
         raise InvalidRequest(f"sample_indices: {len(indices)}, at most {MAX_SAMPLES}", field="sample_indices")
-    if min(command.delivered_counts) < 0:
-        raise InvalidRequest("delivered_token_counts: must be 0 or more", field="delivered_token_counts")
+    if len(command.delivered_counts) != len(indices) or min(command.delivered_counts) < 0:
+        raise InvalidRequest("delivered_token_counts: one for each sample, 0 or more", field="delivered_token_counts")
+    if command.prompt_tokens < 1:
+        raise InvalidRequest("prompt_token_count: must be 1 or more", field="prompt_token_count")
     if command.sampling.max_tokens < 1:
         raise InvalidRequest("sampling.max_tokens: a decode leg needs at least 1", field="sampling.max_tokens")
+    if command.stream_interval < 1:
+        raise InvalidRequest("stream_interval: must be 1 or more", field="stream_interval")
 
 
 class Seats:
@@ -121,59 +124,3 @@ class Seats:
             return []
         source = self._all_own[command.sample_indices[0]][0]
         return [(source, self._all_own[s][0], rows) for s in samples if s != command.sample_indices[0]]
-
-
-# --- what a commit must prove ----------------------------------------------------------------------------------------
-
-
-def check_commit(command: CommitCommand, reserve: ReserveCommand) -> None:
-    """Raises InvalidRequest unless the commit speaks of the samples and lengths that were reserved."""
-    if len(command.prompt_token_ids) != reserve.prompt_tokens:
-        raise InvalidRequest(
-            f"prompt_token_ids: {len(command.prompt_token_ids)} ids for a prompt of {reserve.prompt_tokens}",
-            field="prompt_token_ids",
-        )
-    if not command.samples:
-        raise InvalidRequest("samples: at least one must go on", field="samples")
-    delivered = dict(zip(reserve.sample_indices, reserve.delivered_counts, strict=True))
-    for sample in command.samples:
-        expected = delivered.pop(sample.sample_index, None)
-        if expected is None or len(sample.output_token_ids) != expected + 1:
-            raise InvalidRequest(
-                f"samples: sample {sample.sample_index} with {len(sample.output_token_ids)} output tokens was not reserved",
-                field="samples",
-            )
-
-
-def check_counts(
-    manifest: tuple[SequenceManifest, ...], sequences: tuple[TargetSequence, ...], num_layers: int
-) -> None:
-    """Every sequence, every layer, every row accounted for. Raises ManifestMismatch naming the first that is not."""
-    if len(manifest) != len(sequences):
-        raise ManifestMismatch(f"{len(manifest)} sequences in the manifest, {len(sequences)} were reserved")
-    for proof, sequence in zip(manifest, sequences, strict=True):
-        if (proof.sample_index, proof.first_row) != (sequence.sample_index, sequence.first_row):
-            raise ManifestMismatch(f"sample {proof.sample_index} from row {proof.first_row}, expected {sequence}")
-        if len(proof.layers) != num_layers:
-            raise ManifestMismatch(f"sample {proof.sample_index}: {len(proof.layers)} layers of {num_layers}")
-        for layer, entry in enumerate(proof.layers):
-            if entry.num_rows != sequence.num_rows:
-                raise ManifestMismatch(
-                    f"sample {proof.sample_index}, layer {layer}: {entry.num_rows} rows of {sequence.num_rows}"
-                )
-
-
-def check_rows(
-    manifest: tuple[SequenceManifest, ...],
-    sequences: tuple[TargetSequence, ...],
-    checksums: Callable[[Sequence[int], int, int], Sequence[int]],
-) -> None:
-    """Recomputes every checksum from the pool; runs in a worker thread. Raises ManifestMismatch naming the layer.
-
-    checksums(blocks, first_row, num_rows)  of those token positions of the sequence in `blocks`, one a layer
-    """
-    for proof, sequence in zip(manifest, sequences, strict=True):
-        found = checksums(sequence.block_ids, sequence.first_row, sequence.num_rows)
-        for layer, (entry, value) in enumerate(zip(proof.layers, found, strict=True)):
-            if value != entry.checksum:
-                raise ManifestMismatch(f"sample {proof.sample_index}, layer {layer}: the rows are not those pushed")

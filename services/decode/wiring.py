@@ -1,4 +1,4 @@
-"""Puts a decode core together from real parts; `__main__` and the aggregated process use it."""
+"""A decode rank over the real engine; `__main__` and the aggregated process use it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from headrace.cache.blocks import BlockState
-from headrace.client import Peers
 from headrace.engine.decode import DecodeBatcher
 from headrace.engine.rank import Worker
 from headrace.engine.request import DecodeSequence, SampledToken
@@ -18,15 +17,12 @@ from headrace.errors import InternalError
 from headrace.observe import logs, telemetry
 from headrace.process.faults import Faults
 from headrace.process.start import Start
-from headrace.protocol import SamplingParams, StopState, WorkerIdentity
+from headrace.protocol.common import SamplingParams, WorkerIdentity, WorkerRole
+from headrace.rpc.promises import MeshKeys
 from headrace.transfer.base import TransferTarget
-from services.decode.core import Decoder
-from services.decode.interfaces import Collaborators, StopWriter
+from services.decode.assembly import Opened, assemble
 
 log = logs.get(__name__)
-
-STOP_CALL_MARGIN_S = 1.0
-"""A Stop call may take so much longer than the wait it asks for."""
 
 
 class BatchEngine:
@@ -60,6 +56,11 @@ class BatchEngine:
         """As DecodeEngine."""
         return self._batcher.steps
 
+    @property
+    def pending(self) -> int:
+        """As DecodeEngine: while anyone steps, one step is on its way."""
+        return min(1, self._batcher.running)
+
     def _on_step(self, tokens: StepTokens) -> None:
         assert self._listeners is not None
         self._listeners[0](tokens)
@@ -89,45 +90,16 @@ class _Batcher(DecodeBatcher):
 
 @contextlib.asynccontextmanager
 async def open_decoder(
-    start: Start,
-    worker: Worker,
-    identity: WorkerIdentity,
-    peers: Peers,
-    target: TransferTarget,
-    *,
-    transfer: str,
-    stop_writer: StopWriter | None = None,
-) -> AsyncIterator[Decoder]:
-    """The core over `worker`, whose engine thread runs. `stop_writer` None: over gRPC, at the writer's address."""
-    faults = start.faults()
+    start: Start, worker: Worker, identity: WorkerIdentity, target: TransferTarget, keys: MeshKeys, *, transfer: str
+) -> AsyncIterator[Opened]:
+    """The rank over `worker`, whose engine thread runs."""
     await warm_up(worker)
-    rows = worker.rows
-    collaborators = Collaborators(
-        clock=start.clock,
-        pool=worker.blocks,
-        engine=BatchEngine(worker, faults),
-        target=target,
-        checksums=rows.layer_checksums,
-        copy_rows=rows.copy_rows,
-        stop_writer=stop_writer or _stop_over(peers),
-        faults=faults,
-    )
-    async with Decoder.open(
-        start.config.decode,
-        worker.info("decode", identity, transfer),
-        collaborators,
-        stop_wait_s=start.config.transfer.timeout_s + STOP_CALL_MARGIN_S,
-        output_chunk=start.config.engine.output_chunk,
-    ) as core:
-        yield core
-
-
-def _stop_over(peers: Peers) -> StopWriter:
-    async def stop_writer(writer: WorkerIdentity, reservation_id: str, wait_s: float) -> StopState:
-        client = peers.prefill(writer.address)
-        return await client.stop(reservation_id, writer.epoch, wait_s, wait_s + STOP_CALL_MARGIN_S)
-
-    return stop_writer
+    engine, rows = BatchEngine(worker, start.faults()), worker.rows
+    info = worker.info(WorkerRole.DECODE, identity, transfer)
+    async with assemble(
+        start, info, keys, worker.blocks, engine, target, rows.layer_checksums, rows.copy_rows
+    ) as opened:
+        yield opened
 
 
 async def warm_up(worker: Worker) -> None:

@@ -1,58 +1,50 @@
 """The catalogue core: which stored blocks exist, who holds them, who pinned them.
 
-Stateless but for its watchers: the catalogue is in the index (Redis), so any number of these processes answer alike. What
-is said here is a hint to whoever routes; a block that is listed and gone costs a recomputation, nothing else.
+Stateless but for its watchers and for what workers have sent and Redis has not taken yet: the catalogue is in the index
+(Redis), so any number of these processes answer alike. What is said here is a hint to whoever routes; a block that is listed
+and gone costs a recomputation, nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from headrace.errors import InvalidRequest, Unavailable
-from headrace.protocol import PrefixHolder, WorkerIdentity
+from headrace.errors import HeadraceError, InvalidRequest, Unavailable
+from headrace.protocol.common import CacheTier, WorkerIdentity
+from headrace.protocol.kvstore import PrefixHolder, PublishCommand, WithdrawCommand
+from services.kvstore.changes import Change, Watcher
 
-MAX_KEYS = 65536
+MAX_KEYS = 65_536
 """Keys in one call."""
+MAX_COMMAND_KEYS = 8192
+"""Keys in one command."""
+KEY_BYTES = 16
 MIN_TTL_S = 1.0
 MAX_LEASE_S = 600.0
 MAX_ENTRY_S = 86_400.0
-WATCH_BUFFER = 1024
-"""Changes a watcher may leave unread; one more drops them all and says LOST."""
-_KEY = re.compile(r"[0-9a-f]{32}")
-
-
-@dataclass(frozen=True)
-class Change:
-    """`kind` is PUBLISHED, WITHDRAWN or LOST. Empty `keys` means all of that worker."""
-
-    kind: str
-    worker: WorkerIdentity
-    keys: tuple[str, ...] = ()
-
-
-LOST = Change("LOST", WorkerIdentity("", ""))
+_LEASE = re.compile(r"[0-9a-f]{32}")
 
 
 class Index(Protocol):
     """The catalogue itself (services.kvstore.redis_index.RedisIndex). Every method may raise Unavailable."""
 
-    async def lookup(self, keys: Sequence[str]) -> tuple[PrefixHolder, ...]: ...
+    async def lookup(self, keys: Sequence[bytes]) -> tuple[PrefixHolder, ...]: ...
 
-    async def publish(self, worker: WorkerIdentity, keys: Sequence[str], ttl_s: float) -> None: ...
+    async def apply(
+        self, worker: WorkerIdentity, commands: Sequence[PublishCommand | WithdrawCommand]
+    ) -> list[HeadraceError | None]: ...
 
-    async def withdraw(self, worker: WorkerIdentity, keys: Sequence[str]) -> None: ...
-
-    async def acquire(self, keys: Sequence[str], ttl_s: float) -> tuple[str, int]: ...
+    async def acquire(self, keys: Sequence[bytes], ttl_s: float) -> tuple[str, int]: ...
 
     async def release(self, lease_id: str) -> None: ...
 
     async def replace_epoch(self, worker: WorkerIdentity) -> None: ...
+
+    def snapshot(self) -> AsyncIterator[Change]: ...
 
     async def listen(self, on_change: Callable[[Change], None]) -> None: ...
 
@@ -62,7 +54,7 @@ class KvStore:
 
     def __init__(self, index: Index):
         self._index = index
-        self._watchers: set[_Watcher] = set()
+        self._watchers: set[Watcher] = set()
         self._draining = False
 
     @classmethod
@@ -77,43 +69,57 @@ class KvStore:
             finally:
                 listening.cancel()
 
-    async def lookup(self, keys: Sequence[str]) -> tuple[PrefixHolder, ...]:
+    async def lookup(self, keys: Sequence[bytes]) -> tuple[PrefixHolder, ...]:
         """Who holds how many leading blocks of `keys`, longest first."""
-        _check_keys(keys)
+        _check_keys(keys, MAX_KEYS)
         holders = await self._index.lookup(keys)
         return tuple(sorted(holders, key=lambda holder: (-holder.num_blocks, holder.worker.address)))
 
-    async def publish(self, worker: WorkerIdentity, keys: Sequence[str], ttl_s: float) -> None:
-        """Registers blocks for `ttl_s`. Raises StaleEpoch when a later process at that address is known."""
+    def check(self, worker: WorkerIdentity, command: PublishCommand | WithdrawCommand) -> None:
+        """Raises InvalidRequest, naming the field, for a command that means nothing."""
         _check_worker(worker, "worker")
-        _check_keys(keys)
-        _check_ttl(ttl_s, MAX_ENTRY_S)
-        await self._index.publish(worker, keys, ttl_s)
+        _check_keys(command.keys, MAX_COMMAND_KEYS)
+        if isinstance(command, WithdrawCommand):
+            if command.all and command.keys:
+                raise InvalidRequest("keys: must be empty with `all`", field="keys")
+            return
+        _check_ttl(command.time_to_live_s, MAX_ENTRY_S)
+        if command.tier is CacheTier.UNSPECIFIED:
+            raise InvalidRequest("tier: must be said", field="tier")
 
-    async def withdraw(self, worker: WorkerIdentity, keys: Sequence[str]) -> None:
-        """Takes blocks out; empty `keys` takes out all of that address and epoch. Leases do not hold them: they are gone."""
-        _check_worker(worker, "worker")
-        _check_keys(keys)
-        await self._index.withdraw(worker, keys)
+    async def apply(
+        self, worker: WorkerIdentity, commands: Sequence[PublishCommand | WithdrawCommand]
+    ) -> list[HeadraceError | None]:
+        """Carries out checked commands in order, in one round trip to Redis; what became of each, None when it went well."""
+        try:
+            return await self._index.apply(worker, commands)
+        except HeadraceError as error:
+            return [error] * len(commands)
 
-    async def acquire(self, holder: WorkerIdentity, keys: Sequence[str], ttl_s: float) -> tuple[str, int]:
+    async def acquire(self, holder: WorkerIdentity, keys: Sequence[bytes], ttl_s: float) -> tuple[str, int]:
         """A lease id and how many leading keys it pins: their entries do not lapse before the lease does."""
         _check_worker(holder, "holder")
-        _check_keys(keys)
+        _check_keys(keys, MAX_KEYS)
         _check_ttl(ttl_s, MAX_LEASE_S)
         return await self._index.acquire(keys, ttl_s)
 
     async def release(self, lease_id: str) -> None:
         """Ends a lease early; a lease that is not there has ended."""
-        if not _KEY.fullmatch(lease_id):
+        if not _LEASE.fullmatch(lease_id):
             raise InvalidRequest("lease_id: not a lease id", field="lease_id")
         await self._index.release(lease_id)
 
     async def watch(self) -> AsyncIterator[Change]:
-        """Changes from now on. Ends with Unavailable when this process drains."""
-        watcher = _Watcher()
+        """Everything that is published now, then changes, numbered. Ends with Unavailable when this process drains.
+
+        What changes while the snapshot is read comes after it, also when the snapshot has it already.
+        """
+        watcher = Watcher()
         self._watchers.add(watcher)
         try:
+            async with contextlib.aclosing(self._index.snapshot()) as parts:
+                async for part in parts:
+                    yield watcher.numbered(part)
             while not self._draining:
                 for change in await watcher.take():
                     yield change
@@ -136,37 +142,11 @@ class KvStore:
             watcher.put(change)
 
 
-class _Watcher:
-    """A bounded mailbox."""
-
-    def __init__(self) -> None:
-        self._changes: collections.deque[Change] = collections.deque()
-        self._arrived = asyncio.Event()
-
-    def put(self, change: Change) -> None:
-        if len(self._changes) >= WATCH_BUFFER:
-            self._changes.clear()
-            change = LOST
-        self._changes.append(change)
-        self._arrived.set()
-
-    def wake(self) -> None:
-        self._arrived.set()
-
-    async def take(self) -> list[Change]:
-        await self._arrived.wait()
-        self._arrived.clear()
-        taken = list(self._changes)
-        self._changes.clear()
-        return taken
-
-
-def _check_keys(keys: Sequence[str]) -> None:
-    if len(keys) > MAX_KEYS:
-        raise InvalidRequest(f"keys: {len(keys)} of them, at most {MAX_KEYS}", field="keys")
-    for key in keys:
-        if not _KEY.fullmatch(key):
-            raise InvalidRequest("keys: a key is 32 lower-case hexadecimal digits", field="keys")
+def _check_keys(keys: Sequence[bytes], most: int) -> None:
+    if len(keys) > most:
+        raise InvalidRequest(f"keys: {len(keys)} of them, at most {most}", field="keys")
+    if any(len(key) != KEY_BYTES for key in keys):
+        raise InvalidRequest(f"keys: a key is {KEY_BYTES} bytes", field="keys")
 
 
 def _check_worker(worker: WorkerIdentity, field: str) -> None:

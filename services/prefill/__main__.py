@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from headrace import config as configuration
 from headrace import transfer
-from headrace.client import RowSender
 from headrace.process.start import Start, run_service
 from headrace.process.worker import open_worker_process
+from headrace.rpc.clients import RowSender
 from services.prefill import server
 from services.prefill.wiring import open_prefiller
 
@@ -25,18 +25,18 @@ async def main(start: Start) -> None:
             send=send_rows,
         )
         process.stack.callback(source.close)
-        core = await process.stack.enter_async_context(
+        opened = await process.stack.enter_async_context(
             open_prefiller(
                 process.start,
                 process.worker,
                 process.identity,
                 process.registry,
-                process.peers,
                 source,
+                process.keys,
                 transfer=settings.backend,
             )
         )
-        await process.serve(server.register(core), (server.SERVICE,), core.drain, roles=("prefill",))
+        await process.serve(server.register(opened), (server.SERVICE,), opened.drain, roles=("prefill",))
 
 
 if __name__ == "__main__":

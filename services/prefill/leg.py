@@ -1,27 +1,33 @@
-"""One attempt on this rank: what it holds, what it has written, and whether it may write on.
+"""One attempt on this rank: what it was asked, what it holds, what it has written, and the one thing it waits for.
 
-A leg is touched by three threads. The loop owns `blocks` and everything about events; the engine thread fills the rows;
-the transfer thread alone writes. `may_write` and `end_write` are the gate between a writer and whoever stops it.
+A leg is touched by three threads. The loop owns it; the engine thread fills its rows and tells of its moments through `post`;
+the transfer thread writes, behind the leg's gate. Its coroutine waits for one future at a time, in `wait`, and whoever
+ends the leg (a cancel, a stop, a deadline, a failed write) does so by `fail`: the wait ends with that error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import threading
-import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from headrace.clock import Clock
-from headrace.errors import StaleAttempt
-from headrace.protocol import LayerManifest, PrefillCommand, Reservation, SequenceManifest
+from headrace.errors import HeadraceError
+from headrace.protocol.decode import LayerManifest, Promise, SequenceManifest
+from headrace.protocol.prefill import Committed, FirstTokens, PrefillCommand
+from services.prefill.gate import WriteGate
+
+Answer = Callable[[FirstTokens | Committed | HeadraceError], None]
+"""Hears of a leg: its first tokens, then its end. Called on the loop."""
 
 
 @dataclass
-class StageClock:
-    """Wall-clock seconds of one leg's moments; None until they have happened."""
+class Moments:
+    """Readings of the clock; None until they have happened."""
 
-    received: float = field(default_factory=time.time)
+    received: float
     started: float | None = None
     computed: float | None = None
     push_started: float | None = None
@@ -30,116 +36,122 @@ class StageClock:
 
 
 class Leg:
-    """One attempt. `failure` holds the first error met anywhere; `pushed` is set when the last layer is written."""
+    """One attempt. `failure` is the first error met anywhere; `pushed` is done when the last layer is written."""
 
-    def __init__(self, command: PrefillCommand, clock: Clock, num_layers: int):
+    def __init__(self, command: PrefillCommand, promise: Promise | None, num_layers: int, clock: Clock, answer: Answer):
         self.command = command
+        self.promise = promise
+        self.answer = answer
         self.key = f"{command.request_id}/{command.attempt}/{secrets.token_hex(4)}"
         """Names its job in the batcher; a caller that repeats an attempt cannot reach another leg's."""
-        self.was_queued = False
-        """The engine knows of it: its blocks are free of the engine once `computed` is set."""
-        self.times = StageClock()
+        self.moments = Moments(clock.now())
         self.sequence_blocks: list[tuple[int, ...]] = []
         self.held_blocks: tuple[int, ...] = ()
-        self.pushed_bytes = 0
-        self.pushed = asyncio.Event()
+        self.prefix_keys: list[bytes] = []
+        self.cached_tokens = 0
+        """Leading prompt tokens whose rows stood in the pool already."""
+        self.was_queued = False
+        """The engine knows of it: its blocks are free of the engine once `computed` is set."""
         self.computed = asyncio.Event()
-        self.failure: BaseException | None = None
+        self.failure: HeadraceError | None = None
+        self.pushed_bytes = 0
+        expires_in_s = command.reservation.expires_in_s if command.reservation else 0.0
+        self.gate = WriteGate(clock, clock.now() + expires_in_s)
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._gate = threading.Condition()
-        self._stopped: BaseException | None = None
-        self._writing = False
-        self._outcome_unknown = False
+        self.pushed: asyncio.Future[None] = self._loop.create_future()
+        self._awaited: asyncio.Future[Any] | None = None
         self._num_layers = num_layers
         self._layers: dict[tuple[int, int], LayerManifest] = {}
-        self._expires_at = clock.now() + (command.reservation.expires_in_s if command.reservation else 0.0)
+
+    def now(self) -> float:
+        """The clock's reading, in any thread."""
+        return self._clock.now()
 
     @property
-    def reservation(self) -> Reservation:
-        """The room this leg writes into."""
-        assert self.command.reservation is not None, "a leg without a decode leg never writes"
-        return self.command.reservation
+    def room(self) -> Promise:
+        """What this leg writes into."""
+        assert self.promise is not None, "a leg without a decode leg never writes"
+        return self.promise
 
-    # --- the gate: transfer thread on one side, loop on the other -----------------------------------------------------
+    # --- waiting, and being ended ------------------------------------------------------------------------------------
 
-    def may_write(self, margin_s: float) -> BaseException | None:
-        """Transfer thread: opens the gate for one layer, or says why not. Followed by `end_write` when it opened."""
-        with self._gate:
-            if self._stopped is not None:
-                return self._stopped
-            if self._clock.now() + margin_s >= self._expires_at:
-                return StaleAttempt("the reservation is about to expire")
-            self._writing = True
-            return None
+    async def wait(self, future: asyncio.Future[Any]) -> Any:
+        """The future's result. Raises what the leg failed with, before or meanwhile."""
+        if self.failure is not None:
+            raise self.failure
+        self._awaited = future
+        try:
+            return await future
+        finally:
+            self._awaited = None
 
-    def end_write(self, *, outcome_known: bool) -> None:
-        """Transfer thread: the write returned. `outcome_known` is False when bytes may still be under way."""
-        with self._gate:
-            self._writing = False
-            self._outcome_unknown |= not outcome_known
-            self._gate.notify_all()
+    def fail(self, error: HeadraceError) -> None:
+        """On the loop: the attempt is lost, no write of it starts from now on, and its wait ends. The first error stays."""
+        self.failure = self.failure or error
+        self.gate.stop(self.failure)
+        if self._awaited is not None:
+            settle_error(self._awaited, self.failure)
 
-    def stop(self, why: BaseException) -> None:
-        """No write starts from now on; one that runs goes on until it returns."""
-        with self._gate:
-            self._stopped = self._stopped or why
+    def fail_soon(self, error: HeadraceError) -> None:
+        """`fail`, from any thread."""
+        self.gate.stop(error)
+        self.post(self.fail, error)
 
-    @property
-    def is_writing(self) -> bool:
-        """A write is inside a call now: the rows it reads must stay."""
-        with self._gate:
-            return self._writing
+    def post(self, function: Callable[..., object], *args: object) -> None:
+        """Runs `function` on the loop soon, from any thread; quietly nothing once the loop has closed."""
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            return
 
-    @property
-    def is_drained(self) -> bool:
-        """No write runs, and every one that ran is known to have ended."""
-        with self._gate:
-            return not self._writing and not self._outcome_unknown
+    async def writes_ended(self, wait_s: float) -> bool:
+        """Whether no write runs, once the one that runs has returned or `wait_s` is over."""
+        ended = self._loop.create_future()
+        if not self.gate.when_ended(lambda: self.post(settle, ended)):
+            return True
+        timer = self._clock.call_later(wait_s, lambda: settle(ended))
+        try:
+            await ended
+        finally:
+            timer.cancel()
+        return not self.gate.is_writing
 
-    def wait_drained(self, wait_s: float) -> bool:
-        """Any thread but the loop: True when no write runs and the outcome of every one is known, within `wait_s`."""
-        with self._gate:
-            ended = self._gate.wait_for(lambda: not self._writing, timeout=wait_s)
-            return ended and not self._outcome_unknown
-
-    def renewed(self, expires_at: float) -> None:
-        """The decode rank put the expiry off to `expires_at` (a reading of the clock)."""
-        with self._gate:
-            self._expires_at = max(self._expires_at, expires_at)
-
-    # --- what was written ----------------------------------------------------------------------------------------------
+    # --- what was written --------------------------------------------------------------------------------------------
 
     def record(self, sequence: int, layer: int, manifest: LayerManifest, num_bytes: int) -> None:
         """Transfer thread: one layer of one sequence is written."""
         self._layers[sequence, layer] = manifest
         self.pushed_bytes += num_bytes
 
+    def push_ended(self) -> None:
+        """Transfer thread: the last layer is written."""
+        self.moments.push_ended = self.now()
+        self.post(settle, self.pushed)
+
+    def expect_push_again(self) -> None:
+        """On the loop: every layer is to be written once more."""
+        self.pushed = self._loop.create_future()
+
     def manifest(self) -> tuple[SequenceManifest, ...]:
-        """Proof of everything owed, complete only once `pushed` is set."""
+        """Proof of everything owed, complete only once `pushed` is done."""
         return tuple(
             SequenceManifest(
                 sequence.sample_index,
                 sequence.first_row,
                 tuple(self._layers[index, layer] for layer in range(self._num_layers)),
             )
-            for index, sequence in enumerate(self.reservation.sequences)
+            for index, sequence in enumerate(self.room.sequences)
         )
 
-    # --- events, set from any thread ---------------------------------------------------------------------------------
 
-    def post(self, function, *args) -> None:
-        """Runs `function` on the loop soon; quietly nothing once the loop has closed."""
-        try:
-            self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:
-            return
+def settle(future: asyncio.Future[Any], value: Any = None) -> None:
+    """Gives a future its result unless it has one."""
+    if not future.done():
+        future.set_result(value)
 
-    def fail(self, error: BaseException) -> None:
-        """Any thread: the attempt is lost; everyone who waits for it wakes up."""
-        self.post(self._fail_on_loop, error)
 
-    def _fail_on_loop(self, error: BaseException) -> None:
-        self.failure = self.failure or error
-        self.stop(error)
-        self.pushed.set()
+def settle_error(future: asyncio.Future[Any], error: BaseException) -> None:
+    """Ends a future with an error unless it has ended."""
+    if not future.done():
+        future.set_exception(error)

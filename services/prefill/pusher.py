@@ -2,8 +2,8 @@
 
 The engine thread posts (leg, layer, ready) when it has queued that layer. This thread waits until the rows stand in the pool,
 asks the leg's gate, starts the checksum, pushes beside it, and takes the checksum's value. It waits before it asks: a leg
-that is stopped meanwhile has no write to drain. The engine never blocks on it; what may wait is bounded by the prompts that
-hold blocks, a layer each.
+that is stopped meanwhile has no write to drain. The engine never blocks on it: a leg whose layer finds MAX_QUEUED_LAYERS
+before it is lost.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from headrace.errors import HeadraceError, InternalError, TransferError
-from headrace.process.faults import Faults
-from headrace.protocol import LayerManifest, TargetDescriptor
+from headrace.errors import HeadraceError, InternalError, Overloaded, TransferError
+from headrace.process.faults import Fault, Faults
+from headrace.protocol.decode import LayerManifest, TargetDescriptor
 from headrace.transfer.base import REFUSED, RowRun, is_drained, plan_runs
 from services.prefill.leg import Leg
 
 log = logging.getLogger(__name__)
 
+MAX_QUEUED_LAYERS = 65_536
+"""Layers that may wait for the thread, about 100 bytes each. A thousand prompts of a 61-layer model."""
 FLIP_WAIT_S = 30.0
 """How long a byte that is to be flipped waits for the forward; longer than any."""
 
@@ -65,12 +67,15 @@ class Pusher:
 
     def push_layer(self, leg: Leg, layer: int, ready: Callable[[], None]) -> None:
         """Layer `layer` of all of the leg's sequences stands in the pool once `ready()` returns; called by our thread."""
+        if self._queue.qsize() >= MAX_QUEUED_LAYERS:
+            leg.fail_soon(Overloaded("too many layers wait to be written", reason="PUSH_QUEUE_FULL"))
+            return
         self._queue.put((leg, layer, ready))
 
     def push_again(self, leg: Leg) -> None:
         """Every layer once more, after a manifest that did not match."""
         for layer in range(self._num_layers):
-            self._queue.put((leg, layer, _stands))
+            self.push_layer(leg, layer, _stands)
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -79,38 +84,34 @@ class Pusher:
                 ready()
                 self._push(leg, layer)
             except HeadraceError as error:
-                leg.fail(error)
+                leg.fail_soon(error)
             except Exception as error:
                 log.exception("push failed unexpectedly")
-                leg.fail(InternalError(f"push: {type(error).__name__}", reason="PUSH_FAILED", retryable=True))
+                leg.fail_soon(InternalError(f"push: {type(error).__name__}", reason="PUSH_FAILED", retryable=True))
 
     def _push(self, leg: Leg, layer: int) -> None:
-        if leg.times.push_started is None:
-            leg.times.push_started = time.time()
-        refusal = leg.may_write(self._margin_s)
+        if leg.moments.push_started is None:
+            leg.moments.push_started = leg.now()
+        refusal = leg.gate.may_write(self._margin_s)
         if refusal is not None:
-            leg.fail(refusal)
+            leg.fail_soon(refusal)
             return
         known = False
         try:
-            for index in range(len(leg.reservation.sequences)):
+            for index in range(len(leg.room.sequences)):
                 self._push_sequence(leg, index, layer)
             known = True
         except TransferError as error:
             known = is_drained(error)
             raise
         finally:
-            leg.end_write(outcome_known=known)
+            leg.gate.end_write(outcome_known=known)
         if layer == self._num_layers - 1:
-            leg.times.push_ended = time.time()
-            leg.post(leg.pushed.set)
+            leg.push_ended()
 
     def _push_sequence(self, leg: Leg, index: int, layer: int) -> None:
-        owed = leg.reservation.sequences[index]
-        held = leg.reservation.held_prefix_tokens if index == 0 else 0
-        first_row = max(owed.first_row, held)
-        num_rows = owed.first_row + owed.num_rows - first_row
-        blocks = leg.sequence_blocks[index]
+        owed = leg.room.sequences[index]
+        first_row, num_rows, blocks = owed.first_row, owed.num_rows, leg.sequence_blocks[index]
         if num_rows == 0:
             leg.record(index, layer, LayerManifest(0, 0), 0)
             return
@@ -122,7 +123,7 @@ class Pusher:
 
     def _write(self, leg: Leg, layer: int, runs: Sequence[RowRun], last_block: int, last_offset: int) -> int:
         def push() -> int:
-            return self._source.push(leg.reservation.target, layer, runs)
+            return self._source.push(leg.room.target, layer, runs)
 
         fault = self._faults.fire(
             "prefill.push", layer=layer, attempt=leg.command.attempt, request_id=leg.command.request_id
@@ -146,7 +147,7 @@ def _wait_computed(leg: Leg) -> None:
         time.sleep(0.001)
 
 
-def _faulty_push(fault, push: Callable[[], int], flip: Callable[[], None]) -> int:
+def _faulty_push(fault: Fault, push: Callable[[], int], flip: Callable[[], None]) -> int:
     """The push as a fault rule wants it: dropped, delayed, doubled, with a byte flipped, or failed."""
     if fault.kind == "drop":
         return 0

@@ -1,59 +1,65 @@
-"""What a prefill attempt tells of itself: spans of its stages for the trace, the same times for the router."""
+"""What an attempt tells of itself, once, when it is over: stages for the trace, the same stages for the router."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from headrace.observe import telemetry
-from headrace.protocol import Stage, WorkerIdentity
+from headrace.observe.record import Record
+from headrace.protocol.common import Stage, WorkerIdentity
 from services.prefill.leg import Leg
+
+push_bandwidth = telemetry.histogram(*telemetry.PUSH_BANDWIDTH)
 
 
 class Report:
-    """Spans of one rank's attempts, children of the caller's span `parent`."""
+    """Stages of one rank's attempts."""
 
     def __init__(self, identity: WorkerIdentity):
         self._rank = {"rank": identity.address, "epoch": identity.epoch}
 
-    def forward(self, leg: Leg, parent: str, cached: int) -> None:
-        """`prefill.queue`, `prefill.fetch`, `prefill.forward`, once the first tokens are there."""
-        times, common = leg.times, self._common(leg)
-        assert times.started is not None and times.computed is not None
-        tokens = len(leg.command.prompt_token_ids)
-        telemetry.emit("prefill.queue", times.received, times.started, parent=parent, tokens=tokens, **common)
-        telemetry.emit("prefill.fetch", times.received, times.received, parent=parent, cached_tokens=cached, **common)
-        telemetry.emit(
-            "prefill.forward", times.started, times.computed, parent=parent, tokens=tokens - cached, **common
+    def stages(self, leg: Leg) -> tuple[Stage, ...]:
+        """Of an attempt that has ended well, counted from its arrival here."""
+        zero = leg.moments.received
+        return tuple(
+            Stage(name, start - zero, end - start, tokens, num_bytes)
+            for name, start, end, tokens, num_bytes in _stages(leg)
         )
 
-    def queue(self, num_tokens: int) -> None:
-        """Prompt tokens that wait for blocks or for a batch."""
-        telemetry.gauge("headrace.prefill.queued_tokens").set(num_tokens)
-
-    def push(self, leg: Leg, parent: str) -> None:
-        """`prefill.push`, once the last layer is written."""
-        start, end = leg.times.push_started, leg.times.push_ended
-        assert start is not None and end is not None
-        rate = leg.pushed_bytes / max(end - start, 1e-9)
-        telemetry.histogram(*telemetry.PUSH_BANDWIDTH).record(rate)
-        telemetry.emit(
-            "prefill.push", start, end, parent=parent, bytes=leg.pushed_bytes, bytes_per_s=rate, **self._common(leg)
-        )
-
-    def _common(self, leg: Leg) -> dict[str, object]:
-        return {"attempt": leg.command.attempt, **self._rank}
+    def finish(self, leg: Leg) -> None:
+        """Spans of what happened, children of the caller's span, when the trace is sampled."""
+        moments = leg.moments
+        if moments.push_started is not None and moments.push_ended is not None:
+            push_bandwidth.record(leg.pushed_bytes / max(moments.push_ended - moments.push_started, 1e-9))
+        record = Record(leg.command.trace_parent, root=None)
+        if not record.is_sampled:
+            return
+        common = {"attempt": leg.command.attempt, "request_id": leg.command.display_id, **self._rank}
+        for name, start, end, tokens, num_bytes in _stages(leg):
+            if name == "decode.commit":
+                continue  # decode tells that itself
+            record.stage(name, start, end, **_attributes(name, end - start, tokens, num_bytes), **common)
+        record.emit()
 
 
-def stages_of(leg: Leg, cached: int) -> tuple[Stage, ...]:
-    """The stages of a finished attempt, counted from its arrival here; push and commit only where they happened."""
-    times, zero = leg.times, leg.times.received
-    assert times.started is not None and times.computed is not None
-    tokens = len(leg.command.prompt_token_ids)
-    stages = [
-        Stage("prefill.queue", 0.0, times.started - zero, tokens),
-        Stage("prefill.fetch", 0.0, 0.0, cached),
-        Stage("prefill.forward", times.started - zero, times.computed - times.started, tokens - cached),
-    ]
-    if times.committed is not None and times.push_started is not None and times.push_ended is not None:
-        push_s = times.push_ended - times.push_started
-        stages.append(Stage("prefill.push", times.push_started - zero, push_s, tokens, leg.pushed_bytes))
-        stages.append(Stage("decode.commit", times.push_ended - zero, times.committed - times.push_ended))
-    return tuple(stages)
+def _stages(leg: Leg) -> Iterator[tuple[str, float, float, int, int]]:
+    """(name, start, end, tokens, bytes) of the stages that happened, in order; times are readings of the clock."""
+    moments, tokens = leg.moments, len(leg.command.prompt_token_ids)
+    if moments.started is None:
+        return
+    yield "prefill.queue", moments.received, moments.started, tokens, 0
+    yield "prefill.fetch", moments.received, moments.received, leg.cached_tokens, 0
+    if moments.computed is None:
+        return
+    yield "prefill.forward", moments.started, moments.computed, tokens - leg.cached_tokens, 0
+    if moments.push_started is None or moments.push_ended is None or moments.committed is None:
+        return
+    yield "prefill.push", moments.push_started, moments.push_ended, tokens, leg.pushed_bytes
+    yield "decode.commit", moments.push_ended, moments.committed, 0, 0
+
+
+def _attributes(name: str, duration_s: float, tokens: int, num_bytes: int) -> dict[str, float]:
+    """As docs/telemetry.md lists them."""
+    if name == "prefill.push":
+        return {"bytes": num_bytes, "bytes_per_s": num_bytes / max(duration_s, 1e-9)}
+    return {"cached_tokens" if name == "prefill.fetch" else "tokens": tokens}

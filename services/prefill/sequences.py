@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headrace.cache.seats import shared_blocks
 from headrace.engine.request import PrefillSequence
 from headrace.errors import InvalidRequest
-from headrace.protocol import MAX_SAMPLES, PrefillCommand
-
-
-def blocks_for(length: int, size: int) -> int:
-    """Blocks of `size` tokens that hold `length`."""
-    return -(-length // size)
+from headrace.protocol.common import MAX_SAMPLES
+from headrace.protocol.prefill import PrefillCommand
 
 
 def sequence_lengths(command: PrefillCommand) -> list[int]:
@@ -22,33 +19,32 @@ def sequence_lengths(command: PrefillCommand) -> list[int]:
     return [prompt + len(command.delivered.get(sample, ())) for sample in command.sample_indices]
 
 
-def blocks_needed(command: PrefillCommand, lengths: Sequence[int], size: int) -> int:
-    """Blocks of a whole attempt; further sequences share the full prompt blocks of the first."""
-    shared = len(command.prompt_token_ids) // size
-    return blocks_for(lengths[0], size) + sum(blocks_for(length, size) - shared for length in lengths[1:])
-
-
-def check_command(command: PrefillCommand) -> None:
+def check_command(command: PrefillCommand, vocabulary_size: int) -> None:
     """Raises InvalidRequest, naming the field, for samples and ids that mean nothing."""
     samples = command.sample_indices
-    if len(samples) > MAX_SAMPLES or min(samples) < 0 or len(set(samples)) != len(samples):
+    if not 1 <= len(samples) <= MAX_SAMPLES or min(samples) < 0 or len(set(samples)) != len(samples):
         raise InvalidRequest(
-            f"sample_indices: {len(samples)} of them; at most {MAX_SAMPLES}, distinct, 0 or above",
-            field="sample_indices",
+            f"sample_indices: {len(samples)} of them; 1 to {MAX_SAMPLES}, distinct, 0 or above", field="sample_indices"
         )
     if not set(command.delivered) <= set(samples):
         raise InvalidRequest("delivered: a sample that is not in sample_indices", field="delivered")
-    if min(command.prompt_token_ids) < 0:
-        raise InvalidRequest("prompt_token_ids: a negative id", field="prompt_token_ids")
-    if any(min(ids, default=0) < 0 for ids in command.delivered.values()):
-        raise InvalidRequest("delivered.token_ids: a negative id", field="delivered.token_ids")
+    if not command.prompt_token_ids:
+        raise InvalidRequest("prompt_token_ids: empty", field="prompt_token_ids")
+    _check_ids(command.prompt_token_ids, "prompt_token_ids", vocabulary_size)
+    for ids in command.delivered.values():
+        _check_ids(ids, "delivered.token_ids", vocabulary_size)
+
+
+def _check_ids(ids: Sequence[int], field: str, vocabulary_size: int) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocabulary_size):
+        raise InvalidRequest(f"{field}: must be 0 to {vocabulary_size - 1}", field=field)
 
 
 def sequences_of(
     command: PrefillCommand, blocks: Sequence[tuple[int, ...]], cached: int, size: int
 ) -> list[PrefillSequence]:
     """One sequence per block table. The first computes all but `cached` tokens, the others only what they do not share."""
-    shared = len(command.prompt_token_ids) // size * size
+    shared = shared_blocks(len(command.prompt_token_ids), size) * size
     sequences = []
     for index, table in enumerate(blocks):
         sample = command.sample_indices[index]

@@ -1,43 +1,32 @@
-"""Translates between protobuf and the prefill core; every decision is in `Prefiller`."""
+"""Translates between protobuf and the prefill rank; every decision is in `Prefiller`, every command comes over its links."""
 
 from __future__ import annotations
 
-from headrace import rpc, wire
-from headrace.protocol import StopState
 from headrace.v1 import prefill_pb2, prefill_pb2_grpc
-from services.prefill.core import Prefiller
+from headrace.wire import common as common_wire
+from headrace.wire import prefill as prefill_wire
+from services.prefill.assembly import Opened
 
 SERVICE = "headrace.v1.PrefillService"
-
-_STOP_STATES = {
-    StopState.DRAINED: prefill_pb2.STOP_STATE_DRAINED,
-    StopState.UNKNOWN: prefill_pb2.STOP_STATE_UNKNOWN,
-}
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """headrace.v1.PrefillService."""
 
-    def __init__(self, core: Prefiller):
-        self._core = core
+    def __init__(self, opened: Opened):
+        self._core, self._links = opened.core, opened.links
 
-    async def Prefill(self, request, context):
-        command = wire.prefill_from_pb(request)
-        async for event in self._core.prefill(command, rpc.time_left_s(context)):
-            yield wire.prefill_event_to_pb(event)
-
-    async def Stop(self, request, context):
-        wait_s = min(wire.duration_from_pb(request.wait), rpc.time_left_s(context))
-        state = await self._core.stop(request.reservation_id, request.writer_epoch, wait_s)
-        return prefill_pb2.StopResponse(state=_STOP_STATES[state])
+    async def OpenPrefillLink(self, request_iterator, context):
+        async for message in self._links.serve(request_iterator, context):
+            yield message
 
     async def GetPrefillInfo(self, request, context):
-        return prefill_pb2.GetPrefillInfoResponse(info=wire.worker_info_to_pb(self._core.info))
+        return prefill_pb2.GetPrefillInfoResponse(info=common_wire.worker_info_to_pb(self._core.info))
 
     async def GetPrefillLedger(self, request, context):
-        return wire.prefill_ledger_to_pb(self._core.ledger())
+        return prefill_wire.prefill_ledger_to_pb(self._core.ledger())
 
 
-def register(core: Prefiller):
+def register(opened: Opened):
     """What `rpc.start_server` calls to add this service."""
-    return lambda server: prefill_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(core), server)
+    return lambda server: prefill_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(opened), server)

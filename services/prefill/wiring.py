@@ -1,26 +1,24 @@
-"""Puts a prefill core together from real parts; `__main__` and the aggregated process use it."""
+"""A prefill rank over the real engine; `__main__` and the aggregated process use it."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 from headrace.cache.blocks import BlockState
-from headrace.client import KvStoreClient, Peers
+from headrace.cache.seats import blocks_for
 from headrace.engine.prefill import PrefillBatcher
 from headrace.engine.rank import Worker
 from headrace.engine.request import PrefillJob, PrefillSequence
 from headrace.observe import logs
-from headrace.process.faults import Faults
 from headrace.process.registry import Registry
 from headrace.process.start import Start
-from headrace.protocol import SamplingParams, WorkerIdentity
+from headrace.protocol.common import SamplingParams, WorkerIdentity, WorkerRole
+from headrace.rpc.promises import MeshKeys
 from headrace.transfer.base import TransferSource
-from services.prefill.core import DecodePort, Prefiller
-from services.prefill.publish import Publisher
-from services.prefill.pusher import Pusher
+from services.prefill.assembly import Opened, assemble
+from services.prefill.writers import OpenLink
 
 log = logs.get(__name__)
 
@@ -34,44 +32,21 @@ async def open_prefiller(
     worker: Worker,
     identity: WorkerIdentity,
     registry: Registry,
-    peers: Peers,
     source: TransferSource,
+    keys: MeshKeys,
     *,
     transfer: str,
-    decode: Callable[[str], DecodePort] | None = None,
-) -> AsyncIterator[Prefiller]:
-    """The core over `worker`, whose engine thread runs. `decode(address)` reaches a decode rank; None: over gRPC."""
-    config = start.config
+    open_writer_link: OpenLink | None = None,
+) -> AsyncIterator[Opened]:
+    """The rank over `worker`, whose engine thread runs. `open_writer_link` reaches decode ranks; None: over gRPC."""
     await warm_up(worker)
-    info = worker.info("prefill", identity, transfer)
-    batcher = PrefillBatcher(worker.runner, config.engine.max_batch_tokens)
+    info = worker.info(WorkerRole.PREFILL, identity, transfer)
+    batcher = PrefillBatcher(worker.runner, start.config.engine.max_batch_tokens)
     worker.engine.add_source(batcher)
-    faults = start.faults()
-    pusher = _pusher(worker, source, config.prefill.expiry_margin_s, faults)
-    pusher.start()
-    publisher = Publisher(identity, lambda: _catalogue(registry, peers), start.clock, config.kvstore.publish_ttl_s)
-    worker.blocks.on_evict = publisher.withdraw
-    opened = Prefiller.open(
-        config.prefill,
-        info,
-        pool=worker.blocks,
-        batcher=batcher,
-        pusher=pusher,
-        decode=decode or peers.decode,
-        publisher=publisher,
-        clock=start.clock,
-        faults=faults,
-    )
-    try:
-        async with opened as core, _running(publisher.run()):
-            yield core
-    finally:
-        await asyncio.to_thread(pusher.stop, 2 * config.transfer.timeout_s)
-
-
-def _pusher(worker: Worker, source: TransferSource, margin_s: float, faults: Faults) -> Pusher:
-    layout = worker.layout
-    return Pusher(source, worker.rows, layout.block_size, layout.layer_count, margin_s, faults)
+    async with assemble(
+        start, info, registry, source, keys, worker.blocks, batcher, worker.rows, open_writer_link=open_writer_link
+    ) as opened:
+        yield opened
 
 
 async def warm_up(worker: Worker) -> None:
@@ -80,7 +55,7 @@ async def warm_up(worker: Worker) -> None:
     began = time.perf_counter()
     longest = min(LONGEST_WARM_UP, worker.max_context_tokens, worker.blocks.num_blocks * worker.layout.block_size)
     lengths = [length for length in _lengths(worker) if length <= longest] or [1]
-    blocks = worker.blocks.allocate(-(-max(lengths) // worker.layout.block_size), BlockState.RUNNING)
+    blocks = worker.blocks.allocate(blocks_for(max(lengths), worker.layout.block_size), BlockState.RUNNING)
     try:
         for length in lengths:
             await worker.engine.call(_warm_prompt, worker, blocks, length)
@@ -99,7 +74,7 @@ def _lengths(worker: Worker) -> list[int]:
 
 def _warm_prompt(worker: Worker, blocks: tuple[int, ...], length: int) -> None:
     failures: list[Exception] = []
-    sequence = PrefillSequence(0, [0] * length, list(blocks[: -(-length // worker.layout.block_size)]))
+    sequence = PrefillSequence(0, [0] * length, list(blocks[: blocks_for(length, worker.layout.block_size)]))
     job = PrefillJob("warm-up", [sequence], SamplingParams(max_tokens=1), on_error=failures.append)
     batcher = PrefillBatcher(worker.runner, length)
     batcher.add(job)
@@ -107,19 +82,3 @@ def _warm_prompt(worker: Worker, blocks: tuple[int, ...], length: int) -> None:
     if failures:
         raise failures[0]
     worker.rows.checksum(0, blocks, 0, length)
-
-
-def _catalogue(registry: Registry, peers: Peers) -> KvStoreClient | None:
-    members = registry.members("kvstore")
-    return peers.kvstore(members[0].identity.address) if members else None
-
-
-@contextlib.asynccontextmanager
-async def _running(work) -> AsyncIterator[None]:
-    """A background coroutine that lives as long as the block."""
-    async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(work)
-        try:
-            yield
-        finally:
-            task.cancel()

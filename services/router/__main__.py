@@ -1,6 +1,7 @@
 """One router process: `python -m services.router`. It loads no torch, no mooncake and no Rust extension.
 
-The line on stdout says that it listens; health says SERVING only while a canary token has gone through some pair of workers.
+The line on stdout says that it listens; health says SERVING only while a canary token has gone through some pair of workers. Several
+router processes may serve one port: each has an epoch of its own, and links of its own to every rank.
 """
 
 from __future__ import annotations
@@ -10,43 +11,39 @@ import contextlib
 import dataclasses
 
 from headrace import config as configuration
-from headrace import rpc
-from headrace.client import Peers
-from headrace.launch.sockets import unused_port
 from headrace.process.start import Start, print_ready, run_service
-from headrace.protocol import WorkerIdentity
-from services.router.checkpoint import Checkpoint
+from headrace.protocol.common import WorkerIdentity
+from headrace.rpc.links import LinkSettings
+from headrace.rpc.server import Server, serve_until_signal, unused_port
+from services.router.checkpoint import CheckpointInfo
 from services.router.core import Router
-from services.router.interfaces import PeerDialer
-from services.router.prefix import KvStorePrefixes
+from services.router.dialer import LinkDialer
 from services.router.server import SERVICES, register
 
 
 async def main(start: Start) -> None:
     """Loads the tokenizer, watches the workers, serves until a signal."""
     config = start.config
-    checkpoint = Checkpoint.load(configuration.model_directory(config), config.model.max_context_tokens)
+    checkpoint = CheckpointInfo.load(configuration.model_directory(config), config.model.max_context_tokens)
     start = dataclasses.replace(start, port=start.port or config.router.port or unused_port(config.mesh.host))
     identity = WorkerIdentity(f"{config.mesh.host}:{start.port}", start.epoch)
+    settings = LinkSettings.from_beat(config.links.beat_s, config.links.max_queued_bytes)
     async with contextlib.AsyncExitStack() as stack:
-        peers = Peers()
-        stack.push_async_callback(peers.close)
         registry = await stack.enter_async_context(start.open_registry())
         router = await stack.enter_async_context(
             Router.open(
                 config.router,
                 checkpoint,
-                identity,
                 membership=registry,
-                dialer=PeerDialer(peers, rpc.check_health),
+                dialer=LinkDialer(identity, start.clock, settings),
                 clock=start.clock,
-                prefixes=KvStorePrefixes(registry, peers),
                 claims=registry,
             )
         )
         server, _ = await start.listen(register(router, config.router.default_deadline_s), SERVICES)
         stack.push_async_callback(server.stop, None)
-        await registry.announce("router", identity, {"rank": start.rank, "model": checkpoint.name})
+        details = {"rank": start.rank, "model": checkpoint.name}
+        await registry.announce("router", identity, details, shares_address=True)
         async with asyncio.TaskGroup() as tasks:
             telling = tasks.create_task(tell_health(router, server))
 
@@ -55,12 +52,12 @@ async def main(start: Start) -> None:
                 await registry.withdraw()
                 await router.drain(grace_s)
 
-            await rpc.serve_until_signal(
+            await serve_until_signal(
                 server, drain, config.mesh.drain_grace_s, lambda: print_ready(start.service, identity)
             )
 
 
-async def tell_health(router: Router, server: rpc.Server) -> None:
+async def tell_health(router: Router, server: Server) -> None:
     """Keeps health in step with whether a pair of workers is ready."""
     while True:
         await router.wait_ready(True)

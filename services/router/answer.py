@@ -2,17 +2,15 @@
 
 Tokens come in by position and are final from then on: every later attempt gets them as input. A sample ends here by the
 same rules as in the engines (end token, stop token, length) and by stop strings, which only the router sees. What follows
-the end is ignored. Work per token: a set lookup, an append, the detokeniser.
+the end is ignored. A run of tokens that cannot hold an end is taken at once.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
-from headrace.errors import HeadraceError, Overloaded
-from headrace.protocol import FinishReason, GenerateEvent, SampleDelta, SamplingParams, TokenLogprob
+from headrace.protocol.common import FinishReason, SamplingParams
+from headrace.protocol.inference import SampleDelta, TokenLogprob
 from headrace.text.stream import TextStream, TokenBytes
 
 Top = Sequence[tuple[tuple[int, float], ...]]
@@ -32,7 +30,7 @@ class _Sample:
         self.closed = False
 
 
-class Answer:
+class AnswerBuilder:
     """All samples of one request. `interval` is tokens per delta after the first; `final_only` gives all at the end."""
 
     def __init__(self, tokenizer: TokenBytes, sampling: SamplingParams, interval: int, final_only: bool = False):
@@ -44,6 +42,7 @@ class Answer:
         self._interval = interval
         self._final_only = final_only
         self._running = sampling.n
+        self._num_tokens = 0
         self.cut_samples: list[int] = []
         """Samples that a stop string ended, in that order: workers do not know until they are told."""
 
@@ -76,7 +75,7 @@ class Answer:
     @property
     def num_tokens(self) -> int:
         """Tokens of all samples."""
-        return sum(len(sample.ids) for sample in self._samples)
+        return self._num_tokens
 
     def push(
         self, sample_index: int, token_ids: Sequence[int], logprobs: Sequence[float] | None = None, top: Top = ()
@@ -84,6 +83,17 @@ class Answer:
         """Appends the next tokens of a running sample; `logprobs` and `top` run in parallel to them."""
         sample = self._samples[sample_index]
         before = len(sample.ids)
+        if sample.text.is_plain and before + len(token_ids) < self._max_tokens and self._stop_ids.isdisjoint(token_ids):
+            sample.ids.extend(token_ids)
+            sample.text.push_run(token_ids)
+        else:
+            self._push_each(sample_index, sample, token_ids)
+        self._num_tokens += len(sample.ids) - before
+        if self._wants_logprobs and logprobs is not None:
+            for index, token in enumerate(sample.ids[before:]):
+                sample.logprobs.append(TokenLogprob(token, logprobs[index], tuple(top[index]) if top else ()))
+
+    def _push_each(self, sample_index: int, sample: _Sample, token_ids: Sequence[int]) -> None:
         for token in token_ids:
             sample.ids.append(token)
             if token in self._stop_ids:
@@ -94,10 +104,7 @@ class Answer:
             elif len(sample.ids) >= self._max_tokens:
                 self._close(sample, FinishReason.LENGTH)
             if sample.reason:
-                break
-        if self._wants_logprobs and logprobs is not None:
-            for index, token in enumerate(sample.ids[before:]):
-                sample.logprobs.append(TokenLogprob(token, logprobs[index], tuple(top[index]) if top else ()))
+                return
 
     def end(self, sample_index: int, reason: FinishReason) -> None:
         """A worker says that the sample is over. What ended it here first stays."""
@@ -107,7 +114,7 @@ class Answer:
         """Deltas that are due now."""
         if self._final_only and not self.finished:
             return ()
-        return tuple(self._delta(i, x) for i, x in enumerate(self._samples) if self._is_due(x))
+        return tuple([self._delta(i, x) for i, x in enumerate(self._samples) if self._is_due(x)])
 
     def _is_due(self, sample: _Sample) -> bool:
         if sample.reason:
@@ -134,42 +141,3 @@ class Answer:
         if not sample.reason:
             sample.reason = reason
             self._running -= 1
-
-
-class Outbox:
-    """Messages between the workers' streams and one reader: bounded, because a reader may stall."""
-
-    def __init__(self, max_messages: int):
-        self._max_messages = max_messages
-        self._events: deque[GenerateEvent] = deque()
-        self._changed = asyncio.Event()
-        self._closed = False
-        self._error: HeadraceError | None = None
-
-    def put(self, event: GenerateEvent) -> None:
-        """Raises Overloaded when the reader has left too many messages unread."""
-        if len(self._events) >= self._max_messages:
-            raise Overloaded(f"reader stalled: {self._max_messages} messages unread", reason="READER_STALLED")
-        self._events.append(event)
-        self._changed.set()
-
-    def close(self, error: HeadraceError | None = None) -> None:
-        """No more messages; what was put is still read, then `error` is raised. Only the first close counts."""
-        if not self._closed:
-            self._closed, self._error = True, error
-            self._changed.set()
-
-    async def read(self) -> AsyncIterator[GenerateEvent]:
-        """Messages until the end. A stalled reader's error comes at once, without the unread ones."""
-        while True:
-            if self._error is not None and self._error.reason == "READER_STALLED":
-                raise self._error
-            if self._events:
-                yield self._events.popleft()
-            elif self._closed:
-                break
-            else:
-                self._changed.clear()
-                await self._changed.wait()
-        if self._error is not None:
-            raise self._error

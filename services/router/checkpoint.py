@@ -10,7 +10,7 @@ from typing import Protocol
 
 from headrace.errors import CheckpointError, InvalidRequest
 from headrace.model.deepseek.config import ModelConfig
-from headrace.protocol import ModelInfo
+from headrace.protocol.inference import ModelInfo
 from headrace.text.chat import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from services.router.ranges import check_sampling
@@ -18,7 +18,7 @@ from services.router.ranges import check_sampling
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-class TokenizerPort(Protocol):
+class PromptTokenizer(Protocol):
     """What the router asks of a tokenizer."""
 
     longest_token_bytes: int
@@ -28,7 +28,7 @@ class TokenizerPort(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
-class ChatPort(Protocol):
+class ChatRenderer(Protocol):
     """What the router asks of a chat template."""
 
     available: bool
@@ -37,19 +37,19 @@ class ChatPort(Protocol):
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointInfo:
     """One model directory as a router needs it. Lengths in tokens; `default_sampling` by field of SamplingParams."""
 
     name: str
-    tokenizer: TokenizerPort
-    chat: ChatPort
+    tokenizer: PromptTokenizer
+    chat: ChatRenderer
     vocabulary_size: int
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, object]
 
     @classmethod
-    def load(cls, directory: str | Path, max_context_tokens: int = 0) -> Checkpoint:
+    def load(cls, directory: str | Path, max_context_tokens: int = 0) -> CheckpointInfo:
         """Reads a directory; `max_context_tokens` 0 takes the model's own limit. Raises CheckpointError."""
         path = Path(directory)
         config = ModelConfig.load(path)

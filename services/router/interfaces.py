@@ -1,55 +1,61 @@
-"""What the router needs of others, as small protocols; and `PeerDialer`, the real way to workers."""
+"""What the router needs of others, as small protocols."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from headrace.errors import HeadraceError, Unavailable
-from headrace.protocol import (
-    PrefillCommand,
-    PrefillEvent,
-    Reservation,
-    ReserveCommand,
-    TokenFrame,
-    WorkerIdentity,
-    WorkerInfo,
-)
+from headrace.clock import Deadline
+from headrace.errors import HeadraceError
+from headrace.protocol.common import WorkerIdentity, WorkerInfo, WorkerProgress
 
 
-class PrefillPort(Protocol):
-    """headrace.client.PrefillClient, as far as the router uses it."""
+class Link(Protocol):
+    """headrace.rpc.links.Link, as far as the router uses it."""
 
-    def prefill(self, command: PrefillCommand, timeout_s: float) -> AsyncIterator[PrefillEvent]: ...
+    info: WorkerInfo | None
+    progress: WorkerProgress | None
+    is_open: bool
+    is_lost: bool
+    acknowledged_through: int
+
+    def send(
+        self, body: object, *, deadline: Deadline | None = None, on_answer: Callable[[object], None] | None = None
+    ) -> int: ...
+
+    def lose(self, error: HeadraceError) -> None: ...
 
 
-class DecodePort(Protocol):
-    """headrace.client.DecodeClient, as far as the router uses it."""
+class LinkHandler(Protocol):
+    """headrace.rpc.links.LinkHandler: what hears of a link. Called on the loop, must not block."""
 
-    async def reserve(self, command: ReserveCommand, timeout_s: float) -> Reservation: ...
+    def on_item(self, link: Link, number: int, body: object) -> None: ...
 
-    async def release(
-        self, request_id: str, attempt: int, decode_epoch: str, sample_indices: Sequence[int], timeout_s: float
-    ) -> None: ...
+    def on_open(self, link: Link) -> None: ...
 
-    def stream_tokens(
-        self, router: WorkerIdentity, decode_epoch: str, resume_after_frame: int = 0
-    ) -> AsyncIterator[TokenFrame]: ...
+    def on_broken(self, link: Link) -> None: ...
+
+    def on_progress(self, link: Link) -> None: ...
+
+    def on_lost(self, link: Link, error: HeadraceError) -> None: ...
+
+
+class LinkKeeper(Protocol):
+    """headrace.rpc.links.LinkOpener: a link, and the task that keeps it until it is lost."""
+
+    link: Link
+
+    async def run(self) -> None: ...
 
 
 class Dialer(Protocol):
-    """Opens clients and asks workers who they are."""
+    """Makes links to ranks. An empty epoch means whoever is there."""
 
-    def prefill(self, address: str) -> PrefillPort: ...
+    def open_prefill_link(self, rank: WorkerIdentity, handler: LinkHandler) -> LinkKeeper: ...
 
-    def decode(self, address: str) -> DecodePort: ...
+    def open_decode_link(self, rank: WorkerIdentity, handler: LinkHandler) -> LinkKeeper: ...
 
-    async def probe(self, role: str, address: str, timeout_s: float) -> WorkerInfo:
-        """What serves there. Raises Unavailable when nothing does, or it says NOT_SERVING."""
-        ...
-
-    async def forget(self, address: str) -> None: ...
+    def open_token_link(self, rank: WorkerIdentity, handler: LinkHandler) -> LinkKeeper: ...
 
 
 class Member(Protocol):
@@ -69,29 +75,12 @@ class Membership(Protocol):
     async def wait_change(self, timeout_s: float, since: int | None = None) -> bool: ...
 
 
-class PeerDialer:
-    """The real Dialer, over headrace.client.Peers."""
+class Claims(Protocol):
+    """Names taken across all routers of the mesh: headrace.process.registry.Registry."""
 
-    def __init__(self, peers: Any, check_health: Callable[..., Awaitable[bool]]):
-        self._peers, self._check_health = peers, check_health
+    @property
+    def reachable(self) -> bool: ...
 
-    def prefill(self, address: str) -> PrefillPort:
-        """A client of a prefill rank."""
-        return self._peers.prefill(address)
+    async def claim(self, name: str, ttl_s: float) -> bool: ...
 
-    def decode(self, address: str) -> DecodePort:
-        """A client of a decode rank."""
-        return self._peers.decode(address)
-
-    async def probe(self, role: str, address: str, timeout_s: float) -> WorkerInfo:
-        """GetInfo, then health."""
-        client = self._peers.prefill(address) if role == "prefill" else self._peers.decode(address)
-        info = await client.info(timeout_s)
-        if not await self._check_health(self._peers.channel(address), timeout_s=timeout_s):
-            raise Unavailable(f"{address} says NOT_SERVING", reason="NOT_SERVING")
-        return info
-
-    async def forget(self, address: str) -> None:
-        """Closes the channel."""
-        with contextlib.suppress(HeadraceError):
-            await self._peers.forget(address)
+    async def unclaim(self, name: str) -> None: ...

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from headrace.cache.seats import blocks_for, blocks_needed
 from headrace.errors import InvalidRequest
-from headrace.protocol import GenerateCommand, SamplingParams
-from services.router.checkpoint import Checkpoint
+from headrace.protocol.common import SamplingParams
+from headrace.protocol.inference import GenerateCommand
+from services.router.checkpoint import CheckpointInfo
 from services.router.ranges import check_sampling, need
 
 MAX_LOGPROB_ENTRIES = 524_288
@@ -38,7 +40,7 @@ def check_request_id(request_id: str) -> None:
         raise InvalidRequest("request_id must not begin or end with a blank", field="request_id")
 
 
-def check_shape(command: GenerateCommand, checkpoint: Checkpoint) -> None:
+def check_shape(command: GenerateCommand, checkpoint: CheckpointInfo) -> None:
     """Everything that can be known before tokenising."""
     need(0 <= command.stream_interval <= 1024, "stream_interval", "must be 1 to 1,024, or 0 for the default")
     need(len(command.cache_salt) <= 128, "cache_salt", "must have at most 128 characters")
@@ -54,7 +56,7 @@ def check_shape(command: GenerateCommand, checkpoint: Checkpoint) -> None:
         raise InvalidRequest("prompt: one of text, chat and tokens is needed", field="prompt")
 
 
-def check_text_size(text: str, field: str, checkpoint: Checkpoint) -> None:
+def check_text_size(text: str, field: str, checkpoint: CheckpointInfo) -> None:
     """Refuses text that cannot fit whatever its tokens are, before time is spent on tokenising it."""
     limit = checkpoint.max_context_tokens * checkpoint.tokenizer.longest_token_bytes
     need(len(text) <= limit, field, f"has {len(text)} characters; more than {limit} can never fit the context")
@@ -73,7 +75,7 @@ def prompt_field(command: GenerateCommand) -> str:
 
 def resolve_sampling(
     given: dict[str, object],
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointInfo,
     prompt_tokens: int,
     limit: int,
     default_max_tokens: int,
@@ -120,13 +122,13 @@ def check_capacity(sampling: SamplingParams, prompt_tokens: int, field: str, cap
         f"= {sampling.max_tokens} after {prompt_tokens} tokens is beyond the workers' context of "
         f"{capacity.max_context_tokens}",
     )
-    blocks = -(-prompt_tokens // capacity.block_size)
+    blocks = blocks_for(prompt_tokens, capacity.block_size)
     need(
         blocks <= capacity.prefill_blocks, field, f"needs {blocks} blocks; a prefill pool has {capacity.prefill_blocks}"
     )
     if sampling.max_tokens <= 1:
         return
-    seats = decode_blocks(prompt_tokens, sampling.max_tokens, sampling.n, capacity.block_size)
+    seats = blocks_needed(prompt_tokens, [total] * sampling.n, capacity.block_size)
     need(
         seats <= capacity.decode_blocks,
         "sampling.max_tokens",
@@ -139,18 +141,12 @@ def check_capacity(sampling: SamplingParams, prompt_tokens: int, field: str, cap
     )
 
 
-def decode_blocks(prompt_tokens: int, max_tokens: int, samples: int, block_size: int) -> int:
-    """Blocks a decode rank reserves: the first sample's all, of every other what follows the shared full prompt blocks."""
-    first = -(-(prompt_tokens + max_tokens) // block_size)
-    return first + (samples - 1) * (first - prompt_tokens // block_size)
-
-
-def _check_text(text: str, field: str, checkpoint: Checkpoint) -> None:
+def _check_text(text: str, field: str, checkpoint: CheckpointInfo) -> None:
     need(text != "", field, "is empty")
     check_text_size(text, field, checkpoint)
 
 
-def _check_chat(command: GenerateCommand, checkpoint: Checkpoint) -> None:
+def _check_chat(command: GenerateCommand, checkpoint: CheckpointInfo) -> None:
     messages = command.chat or ()
     need(checkpoint.chat.available, "chat", "needs a chat template and this checkpoint has none")
     need(len(messages) >= 1, "chat.messages", "is empty")
@@ -159,7 +155,7 @@ def _check_chat(command: GenerateCommand, checkpoint: Checkpoint) -> None:
         _check_text(message.content, f"chat.messages[{index}].content", checkpoint)
 
 
-def _check_ids(ids: Sequence[int], checkpoint: Checkpoint) -> None:
+def _check_ids(ids: Sequence[int], checkpoint: CheckpointInfo) -> None:
     field = "tokens.token_ids"
     check_prompt_length(len(ids), field, checkpoint.max_context_tokens)
     need(

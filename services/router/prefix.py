@@ -1,48 +1,66 @@
-"""Which workers hold the beginning of a prompt: a hint from the kvstore, never waited for longer than LOOKUP_TIMEOUT_S."""
+"""Which prefill rank holds the beginning of a prompt, from what the ranks report on their links. No call on a request's path."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 from headrace.cache.blocks import block_keys
-from headrace.errors import HeadraceError
 from headrace.observe import telemetry
-from headrace.protocol import PrefixHolder
-from services.router.interfaces import Membership
+from headrace.protocol.prefill import HeldPrefixes
 
-LOOKUP_TIMEOUT_S = 0.05
-MAX_KEYS = 65_536
+_refused = telemetry.counter("headrace.router.prefix_keys_refused")
 
 
-class PrefixIndex(Protocol):
-    """What routing asks about prefixes."""
+class HeldKeys:
+    """The keys of blocks that one rank can use again. Never more than its pool has blocks, whatever it says."""
 
-    async def lookup(self, salt: str, token_ids: Sequence[int], block_size: int) -> tuple[PrefixHolder, ...]: ...
+    def __init__(self) -> None:
+        self._keys: set[bytes] = set()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def update(self, held: HeldPrefixes, max_keys: int) -> None:
+        """Takes a snapshot or a change. Keys beyond `max_keys` are left out, and counted."""
+        if held.is_snapshot:
+            self._keys.clear()
+        self._keys.difference_update(held.removed)
+        room = max_keys - len(self._keys)
+        if len(held.added) <= room:
+            self._keys.update(held.added)
+            return
+        for key in held.added:
+            if key in self._keys:
+                continue
+            if len(self._keys) >= max_keys:
+                _refused.add(1)
+            else:
+                self._keys.add(key)
+
+    def clear(self) -> None:
+        """Nothing is known; the first item on a new link is the whole list."""
+        self._keys.clear()
+
+    def num_held(self, keys: Sequence[bytes]) -> int:
+        """How many of a prompt's blocks are held from its beginning on without a gap."""
+        held = self._keys
+        for index, key in enumerate(keys):
+            if key not in held:
+                return index
+        return len(keys)
 
 
-class NoPrefixes:
-    """Nothing is known."""
+class PromptKeys:
+    """Keys of one prompt's full blocks, worked out when they are first asked for."""
 
-    async def lookup(self, salt: str, token_ids: Sequence[int], block_size: int) -> tuple[PrefixHolder, ...]:
-        """Nobody."""
-        return ()
+    def __init__(self, salt: str, token_ids: Sequence[int]):
+        self._salt, self._token_ids = salt, token_ids
+        self._block_size = 0
+        self._keys: Sequence[bytes] = ()
 
-
-class KvStorePrefixes:
-    """Asks the first kvstore process that is announced; `peers` is headrace.client.Peers."""
-
-    def __init__(self, membership: Membership, peers: Any):
-        self._membership, self._peers = membership, peers
-
-    async def lookup(self, salt: str, token_ids: Sequence[int], block_size: int) -> tuple[PrefixHolder, ...]:
-        """Holders, longest first; nobody when the kvstore is away or slow, which is counted."""
-        members = self._membership.members("kvstore")
-        keys = block_keys(salt, token_ids, block_size)[:MAX_KEYS] if block_size else []
-        if not members or not keys:
-            return ()
-        try:
-            return await self._peers.kvstore(members[0].identity.address).lookup(keys, LOOKUP_TIMEOUT_S)
-        except HeadraceError as error:
-            telemetry.counter("headrace.router.failed_lookups").add(1, reason=error.reason)
-            return ()
+    def of(self, block_size: int) -> Sequence[bytes]:
+        """One key for each full block of `block_size` tokens."""
+        if self._block_size != block_size:
+            self._keys = block_keys(self._salt, self._token_ids, block_size)
+            self._block_size = block_size
+        return self._keys

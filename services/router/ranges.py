@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from headrace.errors import InvalidRequest
-from headrace.protocol import SamplingParams
+from headrace.protocol.common import SamplingParams
 
 _RANGES = {
     "temperature": (0.0, 10.0),

@@ -5,14 +5,10 @@ A worker's offsets count from its own first contact with the attempt; that momen
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from headrace.clock import Clock
-from headrace.observe import telemetry
-from headrace.protocol import Stage
+from headrace.protocol.common import Stage
 
 
 class StageLog:
@@ -20,39 +16,17 @@ class StageLog:
 
     def __init__(self, clock: Clock):
         self._clock = clock
-        self._zero = clock.now()
-        self._wall_zero = time.time()
+        self.zero = clock.now()
+        """When the request was accepted, by the clock."""
         self._stages: list[Stage] = []
 
     def elapsed_s(self) -> float:
         """Seconds since acceptance."""
-        return self._clock.now() - self._zero
-
-    @contextlib.contextmanager
-    def span(self, name: str, tokens: int = 0, **attributes: Any) -> Iterator[Any]:
-        """A stage that is a span of its own, child of the current one."""
-        with telemetry.span(name, tokens=tokens, **attributes) as span, self.timed(name, tokens):
-            yield span
-
-    @contextlib.contextmanager
-    def timed(self, name: str, tokens: int = 0) -> Iterator[None]:
-        """A stage whose span is opened elsewhere. A stage that fails is kept too."""
-        start = self.elapsed_s()
-        try:
-            yield
-        finally:
-            self.add(name, start, self.elapsed_s() - start, tokens)
+        return self._clock.now() - self.zero
 
     def add(self, name: str, start_s: float, duration_s: float, tokens: int = 0) -> None:
         """A stage whose times are known."""
         self._stages.append(Stage(name, start_s, duration_s, tokens))
-
-    def emit(self, name: str, start_s: float, parent: str, tokens: int = 0, **attributes: Any) -> None:
-        """A stage and span from `start_s` until now, written down afterwards."""
-        now = self.elapsed_s()
-        self.add(name, start_s, now - start_s, tokens)
-        begin, end = self._wall_zero + start_s, self._wall_zero + now
-        telemetry.emit(name, begin, end, parent=parent, tokens=tokens, **attributes)
 
     def place(self, stages: Sequence[Stage], zero_s: float) -> None:
         """A worker's stages, whose own zero was at `zero_s` here. A stage seen from two sides is kept as its owner saw it."""
@@ -61,6 +35,13 @@ class StageLog:
         self._stages += [
             Stage(stage.name, zero_s + stage.start_s, stage.duration_s, stage.tokens, stage.bytes) for stage in stages
         ]
+
+    def place_after(self, name: str, stages: Sequence[Stage]) -> None:
+        """A worker's stages, counted from the start of the stage `name`; such that they end now when that was never told."""
+        if stages:
+            length_s = max(stage.start_s + stage.duration_s for stage in stages)
+            began_s = self.start_of(name)
+            self.place(stages, self.elapsed_s() - length_s if began_s is None else began_s)
 
     def start_of(self, name: str) -> float | None:
         """When the latest stage of that name began, None when there was none."""

@@ -14,7 +14,7 @@ from headrace.engine.prefill import PrefillBatcher
 from headrace.engine.request import DecodeSequence, PrefillJob, PrefillSequence, SampledToken
 from headrace.engine.step import StepTokens, TopColumns
 from headrace.errors import InternalError
-from headrace.protocol import FinishReason, SamplingParams
+from headrace.protocol.common import FinishReason, SamplingParams
 
 STOPS = tuple(range(0, VOCAB, 7))
 SAMPLINGS = (

@@ -14,6 +14,7 @@ from headrace.cache.blocks import BlockPool, BlockState, PoolExhausted, block_ke
 from headrace.errors import InternalError
 
 NUM_BLOCKS = 24
+KEYS = st.sampled_from([number.to_bytes(16, "big") for number in range(12)])
 HELD = st.sampled_from([BlockState.RESERVED, BlockState.RUNNING, BlockState.QUARANTINED])
 
 
@@ -24,10 +25,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.evicted: list[str] = []
-        self.pool = BlockPool(NUM_BLOCKS, 16, on_evict=self.evicted.extend)
+        self.heard: set[bytes] = set()
+        self.pool = BlockPool(NUM_BLOCKS, 16, on_register=self._hear, on_give_up=self._unhear)
         self.holdings: dict[int, tuple[int, ...]] = {}
-        self.keys: dict[str, int] = {}
+        self.keys: dict[bytes, int] = {}
         self.counter = 0
 
     def _owner(self, blocks: tuple[int, ...]) -> int:
@@ -38,10 +39,16 @@ class PoolMachine(RuleBasedStateMachine):
     def _references(self, block: int) -> int:
         return sum(block in blocks for blocks in self.holdings.values())
 
+    def _hear(self, key: bytes) -> None:
+        assert key not in self.heard, "a key that is findable already is not told again"
+        self.heard.add(key)
+
+    def _unhear(self, keys: list[bytes]) -> None:
+        assert self.heard >= set(keys), "only what was told of is taken back"
+        self.heard -= set(keys)
+
     def _drop_evicted(self) -> None:
-        for key in self.evicted:
-            del self.keys[key]
-        self.evicted.clear()
+        self.keys = {key: block for key, block in self.keys.items() if key in self.heard}
 
     @rule(target=owners, count=st.integers(0, NUM_BLOCKS + 2), state=HELD)
     def allocate(self, count, state):
@@ -76,7 +83,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.move(blocks, state)
         assert all(self.pool.state(block) == state for block in blocks)
 
-    @rule(owner=owners, key=st.sampled_from([f"k{number}" for number in range(12)]))
+    @rule(owner=owners, key=KEYS)
     def register(self, owner, key):
         named = set(self.keys.values())
         fresh = [block for block in self.holdings.get(owner, ()) if block not in named]
@@ -85,9 +92,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert took == (key not in self.keys)
             self.keys.setdefault(key, fresh[0])
 
-    @rule(
-        target=owners, keys=st.lists(st.sampled_from([f"k{number}" for number in range(12)]), unique=True), state=HELD
-    )
+    @rule(target=owners, keys=st.lists(KEYS, unique=True), state=HELD)
     def match_prefix(self, keys, state):
         expected = []
         for key in keys:
@@ -97,7 +102,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.match_prefix(keys, state) == tuple(expected)
         return self._owner(tuple(expected))
 
-    @rule(key=st.sampled_from([f"k{number}" for number in range(12)]))
+    @rule(key=KEYS)
     def forget(self, key):
         self.pool.forget([key])
         self.keys.pop(key, None)
@@ -114,6 +119,10 @@ class PoolMachine(RuleBasedStateMachine):
             assert (self.pool.references(block) > 0) == (
                 self.pool.state(block) in (BlockState.RESERVED, BlockState.RUNNING, BlockState.QUARANTINED)
             )
+
+    @invariant()
+    def whoever_listens_knows_what_can_be_found(self):
+        assert self.heard == set(self.pool.registered_keys()) == set(self.keys)
 
     @invariant()
     def free_runs_are_maximal_and_agree(self):
@@ -143,7 +152,7 @@ def test_an_allocation_is_one_run_of_ids_whenever_one_is_long_enough():
 
 def test_the_end_of_a_sequence_is_evicted_before_its_beginning():
     evicted = []
-    pool = BlockPool(4, 16, on_evict=evicted.extend)
+    pool = BlockPool(4, 16, on_give_up=evicted.extend)
     blocks = pool.allocate(4)
     for key, block in zip("abcd", blocks, strict=True):
         assert pool.register(key, block)
@@ -184,7 +193,7 @@ def test_freeing_what_nobody_holds_is_refused_and_changes_nothing():
 def test_keys_depend_on_salt_and_every_token_before():
     ids = list(range(100))
     keys = block_keys("", ids, 16)
-    assert len(keys) == 6 and all(len(key) == 32 for key in keys) and len(set(keys)) == 6
+    assert len(keys) == 6 and all(len(key) == 16 for key in keys) and len(set(keys)) == 6
     assert block_keys("", ids[:96], 16) == keys and block_keys("", ids[:95], 16) == keys[:5]
     assert block_keys("", ids[:15], 16) == [] == block_keys("", [], 16)
     assert not set(block_keys("tenant", ids, 16)) & set(keys)
@@ -194,7 +203,7 @@ def test_keys_depend_on_salt_and_every_token_before():
 
 
 def test_keys_are_the_same_on_every_host_and_in_every_version():
-    assert block_keys("", range(16), 16) == ["16309c6218515aa8168144ad893737a2"]
+    assert block_keys("", range(16), 16) == [bytes.fromhex("16309c6218515aa8168144ad893737a2")]
 
 
 def test_the_block_pool_needs_no_torch():

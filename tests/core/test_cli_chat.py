@@ -6,7 +6,7 @@ import pytest
 
 from headrace.cli import chat
 from headrace.errors import Overloaded
-from headrace.protocol import GenerateEvent, SampleDelta
+from headrace.protocol.inference import GenerateEvent, SampleDelta
 
 
 @pytest.fixture

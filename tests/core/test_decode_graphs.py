@@ -19,7 +19,7 @@ from headrace.engine.step import BlockTables
 from headrace.engine.steps.graphs import LADDER, DecodeGraphs, StepBuffers, sizes_up_to
 from headrace.errors import InternalError
 from headrace.model.base import ForwardBatch
-from headrace.protocol import SamplingParams
+from headrace.protocol.common import SamplingParams
 
 
 class ToyDecoder(ToyTransformer):

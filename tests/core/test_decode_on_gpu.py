@@ -12,7 +12,7 @@ from engine_fakes import small_config
 from headrace.engine.offline import Engine, EngineParts
 from headrace.model.base import KvRegion, Stepping
 from headrace.model.weights.random_checkpoint import write_random_checkpoint
-from headrace.protocol import SamplingParams
+from headrace.protocol.common import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

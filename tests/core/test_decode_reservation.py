@@ -7,14 +7,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from headrace import protocol as p
 from headrace.cache.blocks import BlockPool, BlockState
-from headrace.errors import StaleAttempt, StaleEpoch
+from headrace.cache.seats import blocks_needed
+from headrace.errors import InvalidRequest, StaleAttempt, StaleEpoch
+from headrace.protocol import common
+from headrace.protocol import decode as p
 from services.decode.reservation import OVER, PROMISED, ReservationTable, State
 from services.decode.seats import Seats, plan_seats
 
 EXPIRY_S, TOMBSTONE_S = 10.0, 30.0
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
+ROUTER = common.WorkerIdentity("r:1", "router")
 
 
 def command(request_id="r", attempt=1, *, prompt=6, max_tokens=4, delivered=(0,), writer_epoch="w"):
@@ -22,15 +25,13 @@ def command(request_id="r", attempt=1, *, prompt=6, max_tokens=4, delivered=(0,)
     return p.ReserveCommand(
         request_id=request_id,
         attempt=attempt,
-        writer=p.WorkerIdentity("p:1", writer_epoch),
+        writer=common.WorkerIdentity("p:1", writer_epoch),
         prompt_tokens=prompt,
         sample_indices=tuple(range(len(delivered))),
         delivered_counts=tuple(delivered),
-        sampling=p.SamplingParams(n=len(delivered), max_tokens=max_tokens),
+        sampling=common.SamplingParams(n=len(delivered), max_tokens=max_tokens),
         stream_interval=1,
-        router=p.WorkerIdentity("r:1", "router"),
         handle=attempt,
-        decode_epoch="d",
     )
 
 
@@ -40,12 +41,16 @@ def commit_of(record, **changes):
         reservation_id=record.reservation_id,
         request_id=record.command.request_id,
         attempt=record.command.attempt,
-        writer_epoch=record.command.writer.epoch,
         manifest=(),
         samples=(),
         prompt_token_ids=(),
     )
     return p.CommitCommand(**(values | changes))
+
+
+def name_of(request_id):
+    """As the table names it."""
+    return ROUTER.epoch, request_id
 
 
 class Reservations(RuleBasedStateMachine):
@@ -72,7 +77,7 @@ class Reservations(RuleBasedStateMachine):
     def reserve(self, request, attempt, delivered):
         before = {id(record) for record in self.all.values()}
         try:
-            record = self.table.find(request, attempt)
+            record = self.table.find(name_of(request), attempt)
         except StaleAttempt:
             assert attempt <= self.ended.get(request, 0)
             return multiple()
@@ -80,9 +85,9 @@ class Reservations(RuleBasedStateMachine):
             assert id(record) in before and record.state not in OVER
             return record
         assert attempt > self.ended.get(request, 0)
-        record, superseded = self.table.open(command(request, attempt, delivered=delivered), self.now)
+        record, superseded = self.table.open(ROUTER, command(request, attempt, delivered=delivered), self.now)
         for older in superseded:
-            assert older.command.attempt < attempt
+            assert older.attempt < attempt
             self.end(older)
         self.note_end(request, attempt - 1)
         self.all[record.reservation_id] = record
@@ -96,8 +101,21 @@ class Reservations(RuleBasedStateMachine):
             self.table.grant(record, self.now)
 
     @rule(record=records, right=st.booleans())
+    def begin(self, record, right):
+        epoch, was = record.command.writer.epoch if right else "someone else", record.state
+        try:
+            left = self.table.begin(record.reservation_id, epoch, self.now)
+        except StaleEpoch:
+            assert not right
+        except StaleAttempt:
+            assert was is not State.RESERVED
+        else:
+            assert right and was is State.RESERVED and record.state is State.WRITING
+            assert left == EXPIRY_S and record.expires_at == self.now + EXPIRY_S
+
+    @rule(record=records, right=st.booleans())
     def renew(self, record, right):
-        epoch = record.command.writer.epoch if right else "someone else"
+        epoch, was = record.command.writer.epoch if right else "someone else", record.state
         try:
             left = self.table.renew(record.reservation_id, epoch, self.now)
         except StaleEpoch:
@@ -105,12 +123,16 @@ class Reservations(RuleBasedStateMachine):
         except StaleAttempt:
             assert record.state in (State.WAITING, *OVER)
         else:
+            assert record.state is was  # renewing is not beginning
             assert right and left == EXPIRY_S and record.expires_at == self.now + EXPIRY_S
 
     @rule(record=records, good=st.booleans())
     def commit(self, record, good):
         try:
-            assert self.table.find_commit(commit_of(record)) is record
+            assert self.table.find_commit(commit_of(record), record.command.writer.epoch) is record
+        except InvalidRequest:
+            assert record.state is State.RESERVED
+            return
         except StaleAttempt:
             assert record.state in (State.WAITING, *OVER) and record.commit_duration_s is None
             return
@@ -118,7 +140,7 @@ class Reservations(RuleBasedStateMachine):
             assert record.state in (State.RUNNING, State.FREED)
             return
         if record.state in PROMISED:
-            self.table.begin_commit(record, self.now)
+            self.table.extend(record, self.now)
             assert record.state is State.WRITING
             if good:
                 self.table.accept(record)
@@ -139,14 +161,14 @@ class Reservations(RuleBasedStateMachine):
             self.pool.free(seats.leave(data.draw(st.sampled_from(seats.open_samples()))))
             if not seats.open_samples():
                 self.table.free(record, self.now)
-                self.note_end(*record.key)
+                self.note_end(record.command.request_id, record.attempt)
 
     @rule(request=st.sampled_from("abc"), attempt=st.integers(1, 4))
     def release(self, request, attempt):
-        for record in self.table.live(request, attempt):
-            assert record.command.attempt <= attempt
+        for record in self.table.live(name_of(request), attempt):
+            assert record.attempt <= attempt
             self.end(record)
-        self.table.bury(request, attempt, self.now)
+        self.table.bury(name_of(request), attempt, self.now)
         self.note_end(request, attempt)
 
     @rule(record=consumes(records))
@@ -159,8 +181,8 @@ class Reservations(RuleBasedStateMachine):
         self.now += seconds
         for record in self.table.expired(self.now):
             assert record.state in PROMISED and record.expires_at <= self.now
-            self.table.bury(*record.key, self.now)
-            self.note_end(*record.key)
+            self.table.bury(record.name, record.attempt, self.now)
+            self.note_end(record.command.request_id, record.attempt)
             self.end(record)
 
     def note_end(self, request, attempt):
@@ -218,27 +240,27 @@ test_reservations_keep_their_promises_in_any_order = Reservations.TestCase
 
 def test_what_is_remembered_is_forgotten_in_time():
     table = ReservationTable(EXPIRY_S, TOMBSTONE_S)
-    record, _ = table.open(command(), 0.0)
+    record, _ = table.open(ROUTER, command(), 0.0)
     table.grant(record, 0.0)
     table.quarantine(record)
     table.free(record, 1.0)
-    table.bury("r", 1, 1.0)
-    table.bury("other", 7, 5.0)
+    table.bury(name_of("r"), 1, 1.0)
+    table.bury(name_of("other"), 7, 5.0)
     table.forget(30.9)
     assert not table.is_empty
     table.forget(31.0)
     with pytest.raises(StaleAttempt):
-        table.find("other", 7)
-    assert table.find("r", 1) is None
+        table.find(name_of("other"), 7)
+    assert table.find(name_of("r"), 1) is None
     table.forget(35.0)
     assert table.is_empty
 
 
 def test_an_earlier_attempt_keeps_the_requests_place():
     table = ReservationTable(EXPIRY_S, TOMBSTONE_S)
-    first, _ = table.open(command(attempt=1), 0.0)
+    first, _ = table.open(ROUTER, command(attempt=1), 0.0)
     assert not first.keeps_place
-    second, superseded = table.open(command(attempt=2), 0.0)
+    second, superseded = table.open(ROUTER, command(attempt=2), 0.0)
     assert second.keeps_place and superseded == [first]
 
 
@@ -250,6 +272,7 @@ def test_seats_cover_every_row_once(prompt, max_tokens, delivered):
     plan = plan_seats(command(prompt=prompt, max_tokens=max_tokens, delivered=delivered), BLOCK_SIZE, 64)
     seats = Seats(plan, tuple(range(100, 100 + plan.num_blocks)))
     assert plan.num_shared == prompt // BLOCK_SIZE
+    assert plan.num_blocks == blocks_needed(prompt, [prompt + max_tokens] * len(delivered), BLOCK_SIZE)
     for sample in range(len(delivered)):
         table = seats.table(sample)
         assert len(table) == -(-(prompt + max_tokens) // BLOCK_SIZE)
@@ -274,3 +297,11 @@ def test_seats_cover_every_row_once(prompt, max_tokens, delivered):
 def test_room_is_never_more_than_the_context():
     plan = plan_seats(command(prompt=10, max_tokens=1000), BLOCK_SIZE, 16)
     assert plan.num_blocks == 4
+
+
+def test_a_tombstone_of_one_router_does_not_stop_anothers_request_of_that_name():
+    table = ReservationTable(EXPIRY_S, TOMBSTONE_S)
+    table.bury(name_of("r"), 3, 0.0)
+    with pytest.raises(StaleAttempt):
+        table.find(name_of("r"), 3)
+    assert table.find(("another router", "r"), 3) is None

@@ -13,7 +13,7 @@ from headrace.engine.offline import Engine, EngineParts
 from headrace.engine.request import PrefillJob, PrefillSequence
 from headrace.errors import InvalidRequest
 from headrace.model.deepseek.loading import load_transformer
-from headrace.protocol import FinishReason, SamplingParams
+from headrace.protocol.common import FinishReason, SamplingParams
 
 BLOCK = 16
 LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 5, 40, 100, 131, 7, 77)

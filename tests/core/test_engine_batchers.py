@@ -15,7 +15,7 @@ from headrace.engine.offline import Engine
 from headrace.engine.prefill import PrefillBatcher
 from headrace.engine.request import DecodeSequence, PrefillJob, PrefillSequence
 from headrace.errors import Cancelled, InvalidRequest
-from headrace.protocol import FinishReason, SamplingParams
+from headrace.protocol.common import FinishReason, SamplingParams
 
 
 class Recorded:
@@ -161,6 +161,33 @@ def test_a_model_may_name_the_moment_of_a_layers_rows_itself():
     batcher.add(one.job)
     batcher.run_once()
     assert heard == list(range(NUM_LAYERS))
+
+
+def test_layers_count_once_they_are_computed_and_not_when_they_are_queued(monkeypatch):
+    class Event:
+        done = False
+
+        def query(self):
+            return Event.done
+
+        def synchronize(self):
+            Event.done = True
+
+    parts = toy_parts()
+    batcher = PrefillBatcher(parts.runner, 100)
+    batcher.add(Recorded(parts, "a", prompts_of(5)[0]).job)
+    assert (batcher.pending_batches, batcher.completed_layers) == (1, 0)
+    batcher.run_once()
+    assert (batcher.pending_batches, batcher.completed_layers) == (0, NUM_LAYERS), (
+        "on a CPU a layer has run when it is told of"
+    )
+    monkeypatch.setattr(prefill, "event_now", lambda device: Event())
+    batcher.add(Recorded(parts, "b", prompts_of(5)[0]).job)
+    logits = batcher.run(plan := batcher.plan())
+    batcher.add(Recorded(parts, "c", prompts_of(5)[0]).job)
+    assert (batcher.pending_batches, batcher.completed_layers) == (2, NUM_LAYERS)
+    batcher.finish(plan, logits)
+    assert (batcher.pending_batches, batcher.completed_layers) == (1, 2 * NUM_LAYERS)
 
 
 def test_a_failed_forward_is_told_when_the_device_has_ended_what_was_queued(monkeypatch):

@@ -14,7 +14,7 @@ from headrace.engine.offline import Engine, EngineParts
 from headrace.errors import CheckpointError
 from headrace.model import families
 from headrace.model.base import Candidate, Family, Model, ModelOptions
-from headrace.protocol import SamplingParams
+from headrace.protocol.common import SamplingParams
 
 
 class Unread(ToyTransformer):

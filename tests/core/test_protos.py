@@ -14,8 +14,10 @@ protoc = pytest.importorskip("grpc_tools.protoc", reason="needs grpcio-tools, wh
 ROOT = Path(__file__).resolve().parents[2]
 PROTOS = sorted((ROOT / "protos/headrace/v1").glob("*.proto"))
 Field = descriptor_pb2.FieldDescriptorProto
-SERVER_STREAMS = {"Generate", "StreamTokens", "Prefill", "Watch"}
-CLIENT_STREAMS = {"WriteRows"}
+LINKS = {"OpenDecodeLink", "OpenTokenLink", "OpenWriterLink", "OpenPrefillLink", "OpenCatalogueLink"}
+SERVER_STREAMS = {"Generate", "Watch"} | LINKS
+CLIENT_STREAMS = {"WriteRows"} | LINKS
+NO_SERVICE = {"common", "link"}
 
 
 def compile_protos(*options: str) -> None:
@@ -88,7 +90,7 @@ def test_one_package_and_one_file_a_service(files):
     assert {file.package for file in files} == {"headrace.v1"}
     for file in files:
         stem = Path(file.name).stem
-        wanted = [] if stem == "common" else [f"{stem}service"]
+        wanted = [] if stem in NO_SERVICE else [f"{stem}service"]
         assert [service.name.lower() for service in file.service] == wanted, file.name
 
 

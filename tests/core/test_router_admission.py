@@ -1,111 +1,118 @@
-"""The token-bounded queue and the scores that choose workers."""
+"""The token-bounded queue, and the scores that choose ranks."""
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import pytest
 
 from headrace.clock import FakeClock
 from headrace.errors import Overloaded
-from headrace.protocol import PrefixHolder, WorkerIdentity
-from services.router.admission import Admission
-from services.router.policy import (
+from headrace.protocol.common import WorkerIdentity
+from services.router.admission import AdmissionQueue
+from services.router.placing import (
     DecodeCandidate,
     PrefillCandidate,
-    cached_tokens,
     choose_decode,
     choose_prefill,
     has_room,
 )
 
 
-@dataclass
 class Seats:
-    """A fixed number of places."""
+    """A fixed number of places, given to whoever asks when one is free."""
 
-    free: int
-    given: list[str] = field(default_factory=list)
+    def __init__(self, free: int):
+        self.free = free
+        self.given: list[str] = []
 
-    def chooser(self, name: str):
-        def choose():
+    def chooser(self, name: str) -> Callable[[], bool]:
+        def choose() -> bool:
             if not self.free:
-                return None
+                return False
             self.free -= 1
             self.given.append(name)
-            return Seat(self)
+            return True
 
         return choose
 
 
-@dataclass
-class Seat:
-    seats: Seats
-
-    def release(self) -> None:
-        self.seats.free += 1
-
-
 def test_an_empty_queue_is_passed_at_once_and_a_full_one_refuses():
-    async def scenario():
-        queue, seats = Admission(100, FakeClock()), Seats(1)
-        await queue.wait_admission(1000, 0, seats.chooser("a"))
-        waiting = [asyncio.ensure_future(queue.wait_admission(50, 0, seats.chooser(name))) for name in "bc"]
-        await asyncio.sleep(0)
-        assert (queue.queued_tokens, queue.queued_requests) == (100, 2)
-        with pytest.raises(Overloaded) as caught:
-            await queue.wait_admission(1, 0, seats.chooser("d"))
-        assert caught.value.retry_after_s > 0
-        seats.free = 2
-        queue.pump()
-        await asyncio.gather(*waiting)
-        assert seats.given == ["a", "b", "c"] and queue.queued_tokens == 0
-
-    asyncio.run(scenario())
+    queue, seats = AdmissionQueue(100, FakeClock()), Seats(1)
+    assert queue.enter(1000, 0, seats.chooser("a")) is None
+    for name in "bc":
+        assert queue.enter(50, 0, seats.chooser(name)) is not None
+    assert (queue.queued_tokens, queue.queued_requests) == (100, 2)
+    with pytest.raises(Overloaded) as caught:
+        queue.enter(1, 0, seats.chooser("d"))
+    assert caught.value.retry_after_s > 0
+    seats.free = 2
+    queue.pump()
+    assert seats.given == ["a", "b", "c"] and queue.queued_tokens == queue.queued_requests == 0
 
 
 def test_a_larger_priority_goes_first_and_equals_in_order_of_arrival():
-    async def scenario():
-        queue, seats = Admission(100, FakeClock()), Seats(0)
-        order = [("low", -1), ("first", 0), ("second", 0), ("high", 5)]
-        waiting = [asyncio.ensure_future(queue.wait_admission(1, rank, seats.chooser(name))) for name, rank in order]
-        await asyncio.sleep(0)
-        for _ in order:
-            seats.free = 1
-            queue.pump()
-        await asyncio.gather(*waiting)
-        assert seats.given == ["high", "first", "second", "low"]
-
-    asyncio.run(scenario())
+    queue, seats = AdmissionQueue(100, FakeClock()), Seats(0)
+    for name, priority in [("low", -1), ("first", 0), ("second", 0), ("high", 5)]:
+        queue.enter(1, priority, seats.chooser(name))
+    for _ in range(4):
+        seats.free = 1
+        queue.pump()
+    assert seats.given == ["high", "first", "second", "low"]
 
 
 def test_a_prompt_larger_than_the_queue_may_wait_alone():
-    async def scenario():
-        queue, seats = Admission(10, FakeClock()), Seats(0)
-        waiting = asyncio.ensure_future(queue.wait_admission(1000, 0, seats.chooser("a")))
-        await asyncio.sleep(0)
-        seats.free = 1
-        queue.pump()
-        await waiting
-
-    asyncio.run(scenario())
+    queue, seats = AdmissionQueue(10, FakeClock()), Seats(0)
+    queue.enter(1000, 0, seats.chooser("a"))
+    seats.free = 1
+    queue.pump()
+    assert seats.given == ["a"]
 
 
-def test_a_cancelled_waiter_leaves_and_gives_back_a_place_it_had_just_got():
-    async def scenario():
-        queue, seats = Admission(100, FakeClock()), Seats(0)
-        gone, next_one = (asyncio.ensure_future(queue.wait_admission(5, 0, seats.chooser(name))) for name in "ab")
-        await asyncio.sleep(0)
-        seats.free = 1
-        queue.pump()
-        gone.cancel()  # it was admitted and has not run since
-        await asyncio.gather(gone, return_exceptions=True)
-        await next_one
-        assert seats.given == ["a", "b"] and seats.free == 0
-        assert (queue.queued_tokens, queue.queued_requests) == (0, 0)
+def test_whoever_leaves_lets_the_next_one_forward_and_may_leave_twice():
+    queue, seats = AdmissionQueue(100, FakeClock()), Seats(0)
+    gone = queue.enter(5, 0, seats.chooser("a"))
+    assert gone is not None and queue.enter(6, 0, seats.chooser("b")) is not None
+    seats.free = 1
+    queue.leave(gone)
+    queue.leave(gone)
+    assert seats.given == ["b"]
+    assert (queue.queued_tokens, queue.queued_requests) == (0, 0)
 
-    asyncio.run(scenario())
+
+def test_thousands_who_leave_behind_one_who_waits_leave_nothing():
+    queue, seats = AdmissionQueue(100, FakeClock()), Seats(0)
+    first = queue.enter(1, 0, seats.chooser("a"))
+    for _ in range(5000):
+        ticket = queue.enter(1, 0, seats.chooser("b"))
+        assert ticket is not None
+        queue.leave(ticket)
+    assert (queue.queued_tokens, queue.queued_requests) == (1, 1) and len(queue._tickets) < 100
+    assert first is not None and first.is_waiting
+
+
+def test_an_admission_that_ends_at_once_and_frees_a_place_lets_the_next_one_go():
+    queue, given = AdmissionQueue(100, FakeClock()), []
+    free = 0
+
+    def chooser(name: str) -> Callable[[], bool]:
+        def choose() -> bool:
+            nonlocal free
+            if not free:
+                return False
+            free -= 1
+            given.append(name)
+            free += 1  # it failed at once and gives its place back
+            queue.pump()
+            return True
+
+        return choose
+
+    for name in "abc":
+        queue.enter(1, 0, chooser(name))
+    free = 1
+    queue.pump()
+    assert given == ["a", "b", "c"] and queue.queued_requests == 0
 
 
 def worker(name: str) -> WorkerIdentity:
@@ -139,5 +146,8 @@ def test_decode_goes_where_most_of_the_pool_stays_free():
     assert choose_decode([busy, DecodeCandidate(worker("c"), 1000, 500)], 10) == worker("c")
 
 
-def test_prefixes_are_counted_in_tokens_by_worker():
-    assert cached_tokens((PrefixHolder(worker("a"), 3),), 16) == {worker("a"): 48}
+def test_what_other_routers_send_counts_but_shuts_no_prompt_out():
+    ours, theirs = PrefillCandidate(worker("a"), 100), PrefillCandidate(worker("b"), 0, others_tokens=200)
+    assert choose_prefill([ours, theirs], 10, None) == worker("a")
+    assert not has_room(PrefillCandidate(worker("a"), 10, others_tokens=60), 60, 100)
+    assert has_room(PrefillCandidate(worker("a"), 0, others_tokens=10_000), 60, 100)

@@ -10,16 +10,18 @@ from hypothesis import strategies as st
 from router_fakes import EOS, ByteTokenizer
 
 from headrace.errors import Cancelled, Overloaded
-from headrace.protocol import FinishReason, GenerateEvent, SampleDelta, SamplingParams
-from services.router.answer import Answer, Outbox
+from headrace.protocol.common import FinishReason, SamplingParams
+from headrace.protocol.inference import GenerateEvent, SampleDelta, TokenLogprob
+from services.router.answer import AnswerBuilder
+from services.router.outbox import Outbox
 
 
-def made(interval: int = 1, final_only: bool = False, **sampling) -> Answer:
+def made(interval: int = 1, final_only: bool = False, **sampling) -> AnswerBuilder:
     sampling = {"max_tokens": 1000, "eos_token_ids": (EOS,)} | sampling
-    return Answer(ByteTokenizer(), SamplingParams(**sampling), interval, final_only)
+    return AnswerBuilder(ByteTokenizer(), SamplingParams(**sampling), interval, final_only)
 
 
-def feed(answer: Answer, ids, frame: int = 1) -> list[SampleDelta]:
+def feed(answer: AnswerBuilder, ids, frame: int = 1) -> list[SampleDelta]:
     """Pushes `frame` tokens at a time and takes what is due after each."""
     deltas: list[SampleDelta] = []
     for start in range(0, len(ids), frame):
@@ -111,27 +113,64 @@ def test_a_later_end_from_the_worker_does_not_change_the_first():
     assert (delta.token_ids, delta.finish_reason) == ((), FinishReason.LENGTH)
 
 
-def test_an_unread_outbox_fills_up_and_says_so():
+def event(text: str = "", logprobs: int = 0) -> GenerateEvent:
+    tokens = tuple(range(len(text)))
+    top = tuple((token, -1.0) for token in range(20))
+    return GenerateEvent("r", (SampleDelta(0, 0, tokens, text, (TokenLogprob(1, -1.0, top),) * logprobs),))
+
+
+@pytest.mark.parametrize("what", [event("x" * 1000), event("\u6c34" * 1000), event("x", logprobs=20)])
+def test_an_unread_outbox_is_bounded_in_bytes_and_says_so(what):
     async def scenario():
-        outbox = Outbox(2)
-        outbox.put(GenerateEvent("r"))
-        outbox.put(GenerateEvent("r"))
+        outbox = Outbox(10_000)
         with pytest.raises(Overloaded) as caught:
-            outbox.put(GenerateEvent("r"))
+            for _ in range(100):
+                outbox.put(what)
         assert caught.value.reason == "READER_STALLED"
+        assert 10_000 <= outbox.unread_bytes < 20_000
+        outbox.close(error=caught.value)
+        with pytest.raises(Overloaded):
+            await outbox.next()  # at once, without what was not read
 
     asyncio.run(scenario())
 
 
-def test_an_outbox_gives_everything_before_its_error():
+def test_one_message_may_be_larger_than_the_bound_and_reading_makes_room():
     async def scenario():
-        outbox, read = Outbox(9), []
-        outbox.put(GenerateEvent("r"))
-        outbox.close(Cancelled("over"))
-        outbox.close(None)
+        outbox = Outbox(1000)
+        for _ in range(5):
+            outbox.put(event("x" * 5000))
+            assert await outbox.next() is not None
+            assert outbox.unread_bytes == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_outbox_gives_everything_before_its_end_or_its_error():
+    async def scenario():
+        outbox = Outbox(9)
+        outbox.put(event("first"))
+        outbox.close(error=Cancelled("over"))
+        outbox.close(event("too late"))
+        assert await outbox.next() == event("first")
         with pytest.raises(Cancelled):
-            async for event in outbox.read():
-                read.append(event)
-        assert len(read) == 1
+            await outbox.next()
+        outbox = Outbox(9)
+        outbox.put(event("first"))
+        outbox.close(event("last"))
+        assert [await outbox.next() for _ in range(3)] == [event("first"), event("last"), None]
+
+    asyncio.run(scenario())
+
+
+def test_a_waiting_reader_is_woken_by_a_message_and_by_the_end():
+    async def scenario():
+        outbox = Outbox(99)
+        for change, expected in ((lambda: outbox.put(event("a")), event("a")), (outbox.close, None)):
+            reading = asyncio.ensure_future(outbox.next())
+            await asyncio.sleep(0)
+            assert not reading.done()
+            change()
+            assert await reading == expected
 
     asyncio.run(scenario())

@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 from router_fakes import BLOCK, CONTEXT, EOS, VOCABULARY, checkpoint, command
 
+from headrace.cache.seats import blocks_needed
 from headrace.errors import CheckpointError, InvalidRequest
-from headrace.protocol import ChatMessage, GenerateCommand, SamplingParams
+from headrace.protocol.common import SamplingParams
+from headrace.protocol.inference import ChatMessage, GenerateCommand
 from services.router import limits
 from services.router.checkpoint import _checked, _read_generation, _sampling_defaults
 from services.router.limits import Capacity
@@ -160,10 +162,10 @@ def test_what_no_worker_can_hold_is_refused(sampling, prompt, field):
     assert caught.value.field == field
 
 
-def test_decode_blocks_share_the_full_blocks_of_the_prompt():
-    assert limits.decode_blocks(BLOCK, BLOCK, 1, BLOCK) == 2
-    assert limits.decode_blocks(BLOCK, BLOCK, 4, BLOCK) == 2 + 3
-    assert limits.decode_blocks(BLOCK + 1, BLOCK, 4, BLOCK) == 3 + 3 * 2
+def test_samples_share_the_full_blocks_of_the_prompt():
+    assert blocks_needed(BLOCK, [2 * BLOCK], BLOCK) == 2
+    assert blocks_needed(BLOCK, [2 * BLOCK] * 4, BLOCK) == 2 + 3
+    assert blocks_needed(BLOCK + 1, [2 * BLOCK + 1] * 4, BLOCK) == 3 + 3 * 2
     limits.check_capacity(SamplingParams(max_tokens=BLOCK), 23 * BLOCK - BLOCK * 8, "text", CAPACITY)
 
 

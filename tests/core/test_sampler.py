@@ -15,7 +15,7 @@ from headrace.engine.request import finish_reason
 from headrace.engine.sampler import Sampled, Sampler
 from headrace.engine.sampling_table import Need, SamplingTable, TokenCounts
 from headrace.errors import InvalidRequest
-from headrace.protocol import FinishReason, SamplingParams
+from headrace.protocol.common import FinishReason, SamplingParams
 
 VOCAB = 515  # odd on purpose: no row starts at a vector's border
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import ConfigError, TransferError
+from headrace.protocol.common import TransferBackend
 from headrace.transfer import is_drained, open_source, open_target, plan_runs
 from headrace.transfer.base import RowRun, TargetDescriptor, geometry_of
 from headrace.transfer.grpc import CHUNK_BYTES, RowChunk
@@ -158,7 +159,7 @@ NEVER_ASKED = [
     (0, RowRun(0, 0, 1), {"layer_stride_bytes": 8}, "layer stride"),
     (0, RowRun(0, 0, 1), {"block_stride_bytes": 8}, "block_stride_bytes"),
     (0, RowRun(0, 0, 1), {"session": ""}, "no session"),
-    (0, RowRun(0, 0, 1), {"backend": "carrier pigeon"}, "carrier pigeon"),
+    (0, RowRun(0, 0, 1), {"backend": TransferBackend.MOONCAKE}, "MOONCAKE"),
 ]
 
 

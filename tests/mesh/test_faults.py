@@ -18,7 +18,9 @@ from headrace import rpc
 from headrace.client import DecodeClient, PrefillClient, RouterClient
 from headrace.errors import HeadraceError, StaleEpoch
 from headrace.launch.children import wait_ready
-from headrace.protocol import PrefillCommand, ReserveCommand, SamplingParams, WorkerIdentity
+from headrace.protocol.common import SamplingParams, WorkerIdentity
+from headrace.protocol.decode import ReserveCommand
+from headrace.protocol.prefill import PrefillCommand
 
 QUARANTINE_S = 2.0
 POOL_BLOCKS = 96

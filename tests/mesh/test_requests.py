@@ -9,7 +9,8 @@ import pytest
 
 from headrace import rpc
 from headrace.errors import AlreadyExists, InvalidRequest
-from headrace.protocol import ChatMessage, FinishReason
+from headrace.protocol.common import FinishReason
+from headrace.protocol.inference import ChatMessage
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 
 BLOCK, CONTEXT = 16, 4096

@@ -13,15 +13,14 @@ import pytest
 from headrace import errors, rpc, wire
 from headrace.client import AsyncClient, Client
 from headrace.errors import HeadraceError
-from headrace.protocol import (
+from headrace.protocol.common import FinishReason, Usage
+from headrace.protocol.inference import (
     ChatMessage,
     FinalSummary,
-    FinishReason,
     GenerateCommand,
     GenerateEvent,
     ModelInfo,
     SampleDelta,
-    Usage,
 )
 from headrace.v1 import inference_pb2_grpc
 

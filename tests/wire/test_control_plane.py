@@ -17,7 +17,7 @@ from headrace.errors import HeadraceError
 from headrace.launch.children import start_child, stop_child, wait_ready
 from headrace.launch.redis_server import BundledRedis
 from headrace.model.weights.random_checkpoint import write_random_checkpoint
-from headrace.protocol import WorkerIdentity
+from headrace.protocol.common import WorkerIdentity
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}

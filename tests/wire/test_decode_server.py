@@ -1,68 +1,67 @@
-"""The decode service over real gRPC in one process, with a fake engine behind it."""
+"""The decode service over real links in one process, with a fake engine behind it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from decode_fakes import DECODE, ROUTER, WRITER, Rank, decode_rank, until
+from decode_fakes import DECODE, ROUTER, WRITER, Rank, decode_rank, run, until
+from decode_peers import TIMEOUT_S, Router, ask, opened, router_of, writer_of
 
-from headrace import errors, rpc
-from headrace import protocol as p
-from headrace.client import DecodeClient
+from headrace import errors
 from headrace.clock import SystemClock
+from headrace.protocol import common
+from headrace.protocol import decode as p
+from headrace.rpc import channel as channels
+from headrace.rpc import server as servers
+from headrace.rpc.clients import DecodeClient
+from headrace.rpc.links import DECODE_LINK, TOKEN_LINK, LinkSettings
+from headrace.rpc.promises import MeshKeys, sign, verify
 from headrace.transfer.base import RowRun
 from headrace.transfer.grpc import GrpcSource, GrpcTarget, RowChunk
 from headrace.v1 import decode_pb2, decode_pb2_grpc
 from services.decode import server
+from services.decode.links import DecodeLinks, Writers
 
-TIMEOUT_S = 5.0
-
-
-def run(function):
-    """An async test, run to its end."""
-
-    @functools.wraps(function)
-    def test():
-        asyncio.run(asyncio.wait_for(function(), 60))
-
-    return test
+SETTINGS = LinkSettings.from_beat(1.0)
+SHORT = LinkSettings.from_beat(0.1)
+ROUTER_TWO = common.WorkerIdentity(ROUTER.address, "router-epoch-two")
+WRITER_TWO = common.WorkerIdentity("127.0.0.1:7009", "writer-epoch-two")
+KEYS = MeshKeys((b"k" * 32,))
 
 
 @dataclass
 class Served:
-    """A rank behind a server, a client of it, and the frames that a connected router has got."""
+    """A rank behind a server, and a client for operators."""
 
     rank: Rank
+    address: str
+    links: DecodeLinks
     client: DecodeClient
     channel: object
-    frames: list[p.TokenFrame]
+    settings: LinkSettings
 
-    @contextlib.asynccontextmanager
-    async def router(self, resume_after=0, router=ROUTER):
-        async def read():
-            async for frame in self.client.stream_tokens(router, DECODE.epoch, resume_after):
-                self.frames.append(frame)
+    def router(self, own=ROUTER):
+        return router_of(self.address, own, DECODE.epoch, self.settings)
 
-        before = len(self.frames)
-        reader = asyncio.ensure_future(read())
-        await until(lambda: len(self.frames) > before or reader.done())
-        try:
-            yield reader
-        finally:
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+    def writer(self, own=WRITER):
+        return writer_of(self.address, own, DECODE.epoch, self.settings)
 
-    async def start(self, request_id="r", **options):
+    async def start(self, router: Router, writer, request_id="r", **options):
         command = self.rank.command(request_id, **options)
-        reservation = await self.client.reserve(command, TIMEOUT_S)
-        manifest = self.rank.rows.push(reservation)
-        await self.client.commit(self.rank.commit_command(command, reservation, manifest), TIMEOUT_S)
-        return command, reservation
+        promise = verify(await router.reserve(command), KEYS)
+        await writer.ask(p.BeginCommand(promise.reservation_id))
+        await writer.ask(self.rank.commit_command(command, promise, self.rank.rows.push(promise)))
+        return command, promise
+
+    async def step(self, times=1):
+        for _ in range(times):
+            self.rank.engine.step()
+            await asyncio.sleep(0.01)
 
     async def free(self):
         async with asyncio.timeout(TIMEOUT_S):
@@ -73,117 +72,195 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(write_rows=None, **options):
+async def served(write_rows=None, settings=SETTINGS, **options):
     async with decode_rank(connected=False, clock=SystemClock(), **options) as rank:
-        grpc_server = await rpc.start_server("127.0.0.1", 0, server.register(rank.core, write_rows), (server.SERVICE,))
-        channel = rpc.open_channel(grpc_server.address, own_connection=True)
-        try:
-            yield Served(rank, DecodeClient(channel), channel, [])
-        finally:
-            await channel.close()
-            await grpc_server.stop(None)
+        writers = Writers(SystemClock())
+        rank.collaborators.stop_writer = writers.stop
+        rank.collaborators.sign = signed
+        async with DecodeLinks.open(rank.core, writers, SystemClock(), settings) as links:
+            register = server.register(rank.core, links, write_rows)
+            grpc_server = await servers.start_server("127.0.0.1", 0, register, (server.SERVICE,))
+            channel = channels.open_channel(grpc_server.address, own_connection=True)
+            try:
+                yield Served(rank, grpc_server.address, links, DecodeClient(channel), channel, settings)
+            finally:
+                await channel.close()
+                await grpc_server.stop(None)
+
+
+def signed(promise, expires_in_s):
+    return sign(promise, expires_in_s, keys=KEYS)
 
 
 @run
 async def test_a_request_travels_from_reserve_to_its_last_frame():
-    async with served() as mesh, mesh.router():
-        command, reservation = await mesh.start(n=2, max_tokens=5, stream_interval=2, logprobs=2)
-        assert reservation.decode == DECODE and reservation.target.backend == "local"
+    async with served() as mesh, mesh.router() as router, mesh.writer() as writer:
+        command, promise = await mesh.start(router, writer, n=2, max_tokens=5, stream_interval=2, logprobs=2)
+        assert promise.decode == DECODE and promise.target.backend is common.TransferBackend.LOCAL
         assert (await mesh.client.ledger()).running_requests == 1
-        for _ in range(4):
-            mesh.rank.engine.step()
-            await asyncio.sleep(0.01)
-        await until(lambda: sum(len(frame.ends) for frame in mesh.frames) == 2)
+        await mesh.step(4)
+        await router.until_ended(2)
         tokens: dict[int, list[int]] = {0: [], 1: []}
-        for record in (record for frame in mesh.frames for record in frame.records):
+        for record in router.records():
             assert record.handle == command.handle
             assert record.first_position == 1 + len(tokens[record.sample_index])
             assert record.logprobs == (-0.5,) * len(record.token_ids)
             assert record.top[0] == ((1, -0.5), (2, -1.5))
             tokens[record.sample_index].extend(record.token_ids)
         assert tokens == {0: [101, 102, 103, 104], 1: [101, 102, 103, 104]}
-        last = mesh.frames[-1].ends[-1]
-        assert last.finish_reason is p.FinishReason.LENGTH
+        last = router.ends()[-1]
+        assert last.finish_reason is common.FinishReason.LENGTH
         assert [stage.name for stage in last.stages] == ["decode.queue", "decode.generate"]
-        assert [frame.frame_number for frame in mesh.frames] == list(range(1, len(mesh.frames) + 1))
+        assert {end.output_tokens for end in router.ends()} == {5}
         await mesh.free()
 
 
 @run
 async def test_errors_arrive_as_what_they_are():
-    async with served(num_blocks=4) as mesh:
-        with pytest.raises(errors.Unavailable) as caught:
-            await mesh.client.reserve(mesh.rank.command(), TIMEOUT_S)
-        assert caught.value.reason == "NO_TOKEN_STREAM"
-        async with mesh.router():
+    async with served(num_blocks=4) as mesh, mesh.writer() as writer, mesh.writer(WRITER_TWO) as another:
+        async with mesh.router() as router:
             with pytest.raises(errors.InvalidRequest) as refused:
-                await mesh.client.reserve(mesh.rank.command(max_tokens=50), TIMEOUT_S)
+                await router.reserve(mesh.rank.command(max_tokens=50))
             assert refused.value.field == "sampling.max_tokens"
-            with pytest.raises(errors.StaleEpoch):
-                await mesh.client.reserve(mesh.rank.command(decode_epoch="old"), TIMEOUT_S)
             with pytest.raises(errors.StaleAttempt):
-                await mesh.client.renew("no-such-reservation", WRITER.epoch, TIMEOUT_S)
+                await writer.ask(p.RenewCommand("no-such-reservation"))
             command = mesh.rank.command("a")
-            reservation = await mesh.client.reserve(command, TIMEOUT_S)
+            promise = verify(await router.reserve(command), KEYS)
+            with pytest.raises(errors.StaleEpoch):
+                await another.ask(p.BeginCommand(promise.reservation_id))
+            assert (await writer.ask(p.BeginCommand(promise.reservation_id))).expires_in_s == 10.0
+            with pytest.raises(errors.StaleAttempt) as used:
+                await writer.ask(p.BeginCommand(promise.reservation_id))
+            assert used.value.reason == "PROMISE_USED"
             with pytest.raises(errors.ManifestMismatch):
-                await mesh.client.commit(mesh.rank.commit_command(command, reservation, ()), TIMEOUT_S)
+                await writer.ask(mesh.rank.commit_command(command, promise, ()))
             with pytest.raises(errors.Overloaded) as crowded:
-                await mesh.client.reserve(mesh.rank.command("b"), 0.5)
+                await router.reserve(mesh.rank.command("b"), timeout_s=0.5)
             assert crowded.value.retry_after_s > 0
-            assert await mesh.client.renew(reservation.reservation_id, WRITER.epoch, TIMEOUT_S) == 10.0
-            await mesh.client.release("a", 1, DECODE.epoch, (), TIMEOUT_S)
+            assert (await writer.ask(p.RenewCommand(promise.reservation_id))).expires_in_s == 10.0
+            await router.release("a")
             await mesh.free()
+            assert writer.stopped == [promise.reservation_id]
 
 
 @run
-async def test_a_reserve_call_that_is_cancelled_leaves_nothing():
-    async with served(num_blocks=3) as mesh, mesh.router():
-        await mesh.client.reserve(mesh.rank.command("a"), TIMEOUT_S)
-        leaving = asyncio.ensure_future(mesh.client.reserve(mesh.rank.command("b"), TIMEOUT_S))
-        await until(lambda: mesh.rank.core.ledger().waiting_requests == 1)
-        leaving.cancel()
-        await until(lambda: mesh.rank.core.ledger().waiting_requests == 0)
-        await mesh.client.release("a", 1, DECODE.epoch, (), TIMEOUT_S)
+async def test_a_promise_is_signed_and_a_forged_one_does_not_verify():
+    async with served() as mesh, mesh.router() as router:
+        reservation = await router.reserve(mesh.rank.command())
+        assert verify(reservation, KEYS).writer == WRITER
+        changed = dataclasses.replace(reservation, promise=reservation.promise + b"\x00")
+        with pytest.raises(errors.InvalidRequest) as forged:
+            verify(changed, KEYS)
+        assert forged.value.reason == "PROMISE_FORGED"
+        await router.release("r")
         await mesh.free()
 
 
 @run
-async def test_a_broken_connection_resumes_and_a_lost_one_ends_its_requests():
-    async with served(stream_resume_s=0.5) as mesh:
-        async with mesh.router():
-            await mesh.start(max_tokens=9)
-            mesh.rank.engine.step()
-            await until(lambda: mesh.frames[-1].records)
-        mesh.rank.engine.step()
-        await until(lambda: mesh.rank.core.ledger().open_streams == 0)
-        async with mesh.router(resume_after=mesh.frames[-1].frame_number):
-            mesh.rank.engine.step()
-            await until(lambda: mesh.frames[-1].records and mesh.frames[-1].records[0].first_position == 3)
-        assert [r.first_position for frame in mesh.frames for r in frame.records] == [1, 2, 3]
+async def test_reserve_without_a_token_link_is_refused():
+    async with served() as mesh, opened(DECODE_LINK, mesh.address, ROUTER, DECODE.epoch) as (link, _):
+        with pytest.raises(errors.Unavailable) as caught:
+            await ask(link, mesh.rank.command())
+        assert caught.value.reason == "NO_TOKEN_LINK"
+
+
+@run
+async def test_a_release_ends_a_reserve_that_waits():
+    async with served(num_blocks=3) as mesh, mesh.router() as router:
+        await router.reserve(mesh.rank.command("a"))
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(fails_with(errors.Cancelled, router.reserve(mesh.rank.command("b"))))
+            await until(lambda: mesh.rank.core.ledger().waiting_requests == 1)
+            await router.release("b")
+            await waiting
+        await router.release("a")
+        await mesh.free()
+
+
+async def fails_with(kind, work):
+    with pytest.raises(kind):
+        await work
+
+
+@run
+async def test_a_router_that_is_gone_for_good_has_lost_its_requests():
+    async with served(settings=SHORT) as mesh, mesh.writer() as writer:
+        async with mesh.router() as router:
+            await mesh.start(router, writer, max_tokens=9)
+            await mesh.step()
+            assert mesh.rank.core.ledger().open_links == 1
+        await until(lambda: mesh.rank.core.ledger().open_links == 0)
+        await mesh.free()
+        async with mesh.router() as router:
+            await mesh.start(router, writer, "after", max_tokens=3)
+            await mesh.step(2)
+            await router.until_ended(1)
         await mesh.free()
 
 
 @run
-async def test_a_stream_for_an_earlier_life_is_refused():
+async def test_two_router_processes_at_one_address_both_live():
+    async with served() as mesh, mesh.writer() as writer, mesh.router() as one, mesh.router(ROUTER_TWO) as two:
+        await mesh.start(one, writer, "same", max_tokens=3, handle=1)
+        await mesh.start(two, writer, "same", max_tokens=3, handle=1)
+        await mesh.step(2)
+        for router in (one, two):
+            await router.until_ended(1)
+            assert [record.token_ids for record in router.records()] == [(101,), (102,)]
+        await mesh.free()
+
+
+@run
+async def test_a_link_for_an_earlier_life_is_refused():
     async with served() as mesh:
         with pytest.raises(errors.StaleEpoch):
-            async for _ in mesh.client.stream_tokens(ROUTER, "an-earlier-life"):
+            async with opened(TOKEN_LINK, mesh.address, ROUTER, "an-earlier-life"):
                 pass
-        with pytest.raises(errors.InvalidRequest):
-            async for _ in mesh.client.stream_tokens(p.WorkerIdentity("x:1", ""), DECODE.epoch):
-                pass
+
+
+@run
+async def test_a_writer_that_is_silent_or_gone_is_fenced():
+    async with served(quarantine_max_s=0.3) as mesh, mesh.router() as router:
+        async with mesh.writer() as writer:
+            writer.answer = None
+            promise = verify(await router.reserve(mesh.rank.command()), KEYS)
+            await writer.ask(p.BeginCommand(promise.reservation_id))
+            await router.release("r")
+            await mesh.free()
+            assert mesh.rank.target.fences == 1
+            gone = verify(await router.reserve(mesh.rank.command("gone")), KEYS)
+            await writer.ask(p.BeginCommand(gone.reservation_id))
+        await router.release("gone")
+        await mesh.free()
+        assert mesh.rank.target.fences == 2
+
+
+@run
+async def test_beats_carry_progress_and_say_when_the_rank_drains():
+    async with served(settings=SHORT) as mesh, mesh.router() as router, mesh.writer() as writer:
+        assert router.commands.info == mesh.rank.core.info
+        await mesh.start(router, writer, max_tokens=3)
+        await until(lambda: router.commands.progress is not None and router.commands.progress.running_requests == 1)
+        assert router.commands.progress.serving
+        async with asyncio.TaskGroup() as tasks:
+            draining = tasks.create_task(mesh.rank.core.drain(5.0))
+            await until(lambda: not router.commands.progress.serving)
+            assert not draining.done()
+            await mesh.step(2)
+            await router.until_ended(1)
+        assert router.ends()[0].error_reason == ""
+        await mesh.free()
 
 
 @run
 async def test_sixteen_requests_at_once_share_frames_and_leave_nothing():
-    async with served(num_blocks=64) as mesh, mesh.router():
-        await asyncio.gather(*(mesh.start(f"r{index}", max_tokens=4) for index in range(16)))
-        before = len(mesh.frames)
+    async with served(num_blocks=64) as mesh, mesh.router() as router, mesh.writer() as writer:
+        await asyncio.gather(*(mesh.start(router, writer, f"r{index}", max_tokens=4) for index in range(16)))
         for _ in range(3):
             mesh.rank.engine.step()
             await asyncio.sleep(0.02)
-        await until(lambda: sum(len(frame.ends) for frame in mesh.frames) == 16)
-        assert len(mesh.frames) - before <= 3
+        await router.until_ended(16)
+        assert len(router.frames) <= 3
         await mesh.free()
 
 
@@ -204,7 +281,9 @@ async def test_rows_travel_in_messages_when_the_grpc_transfer_is_in_use():
                 )
                 for c in sent
             ]
-            call = asyncio.run_coroutine_threadsafe(rpc.call_unary(stub.WriteRows, iter(messages), TIMEOUT_S), loop)
+            call = asyncio.run_coroutine_threadsafe(
+                channels.call_unary(stub.WriteRows, iter(messages), TIMEOUT_S), loop
+            )
             return call.result(TIMEOUT_S).byte_count
 
         loop = asyncio.get_running_loop()
@@ -219,4 +298,4 @@ async def test_rows_travel_in_messages_when_the_grpc_transfer_is_in_use():
     async with served() as mesh:
         stub = decode_pb2_grpc.DecodeServiceStub(mesh.channel)
         with pytest.raises(errors.InvalidRequest):
-            await rpc.call_unary(stub.WriteRows, iter([decode_pb2.WriteRowsRequest()]), TIMEOUT_S)
+            await channels.call_unary(stub.WriteRows, iter([decode_pb2.WriteRowsRequest()]), TIMEOUT_S)

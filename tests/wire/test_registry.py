@@ -20,7 +20,7 @@ from headrace.errors import ConfigError, Unavailable
 from headrace.launch import sockets
 from headrace.launch.redis_server import BundledRedis, answers
 from headrace.process import registry
-from headrace.protocol import WorkerIdentity
+from headrace.protocol.common import WorkerIdentity
 from headrace.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import grpc
 import pytest
 from router_fakes import EOS, FakeDecode, FakeMesh, FakePrefill, checkpoint, saying, wait_until
 
-from headrace import rpc, wire
-from headrace.client import AsyncClient, Peers, RouterClient
+from headrace.client import AsyncClient
 from headrace.clock import SystemClock
 from headrace.config import RouterConfig
 from headrace.errors import (
@@ -23,85 +22,138 @@ from headrace.errors import (
     Overloaded,
     Unavailable,
 )
-from headrace.launch import sockets
-from headrace.protocol import FinishReason, WorkerIdentity
+from headrace.protocol.common import FinishReason, WorkerIdentity, WorkerRole
+from headrace.rpc.channel import check_health, open_channel
+from headrace.rpc.clients import RouterClient
+from headrace.rpc.links import DECODE_LINK, PREFILL_LINK, TOKEN_LINK, Link, LinkServer, LinkSettings
+from headrace.rpc.server import Server, start_server, unused_port
 from headrace.v1 import (
-    decode_pb2,
     decode_pb2_grpc,
     inference_pb2,
     inference_pb2_grpc,
-    prefill_pb2,
     prefill_pb2_grpc,
 )
 from services.router.__main__ import tell_health
 from services.router.core import Router
-from services.router.interfaces import PeerDialer
+from services.router.dialer import LinkDialer
 from services.router.server import SERVICES, register
 
-
-class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
-    """A fake decode rank behind gRPC."""
-
-    def __init__(self, fake: FakeDecode):
-        self.fake = fake
-
-    async def Reserve(self, request, context):
-        promise = await self.fake.reserve(wire.reserve_from_pb(request), rpc.time_left_s(context))
-        return decode_pb2.ReserveResponse(reservation=wire.reservation_to_pb(promise))
-
-    async def Release(self, request, context):
-        await self.fake.release(
-            request.request_id, request.attempt, request.decode_epoch, tuple(request.sample_indices), 1.0
-        )
-        return decode_pb2.ReleaseResponse()
-
-    async def StreamTokens(self, request, context):
-        router = wire.identity_from_pb(request.router)
-        frames = self.fake.stream_tokens(router, request.decode_epoch, request.resume_after_frame)
-        async with contextlib.aclosing(frames) as stream:
-            async for frame in stream:
-                yield wire.frame_to_pb(frame)
-
-    async def GetDecodeInfo(self, request, context):
-        return decode_pb2.GetDecodeInfoResponse(info=wire.worker_info_to_pb(self.fake.info))
+SETTINGS = LinkSettings.from_beat(0.1)
+KINDS = {"prefill": PREFILL_LINK, "decode": DECODE_LINK, "tokens": TOKEN_LINK}
 
 
-class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """A fake prefill rank behind gRPC."""
+class ServedLink:
+    """A rank's end of a real link: what `router_ranks.FakeLink` is in memory."""
 
-    def __init__(self, fake: FakePrefill):
-        self.fake = fake
+    def __init__(self, fake: FakePrefill | FakeDecode, kind: str, link: Link):
+        self.fake, self.kind, self.link, self.router = fake, kind, link, link.peer.epoch
+        self._was_open = False
 
-    async def Prefill(self, request, context):
-        events = self.fake.prefill(wire.prefill_from_pb(request), rpc.time_left_s(context))
-        async with contextlib.aclosing(events) as stream:
-            async for event in stream:
-                yield wire.prefill_event_to_pb(event)
+    @property
+    def is_open(self) -> bool:
+        return self.link.is_open
 
-    async def GetPrefillInfo(self, request, context):
-        return prefill_pb2.GetPrefillInfoResponse(info=wire.worker_info_to_pb(self.fake.info))
+    def reply(self, number: int, body: object) -> None:
+        if not self.link.is_lost:
+            self.link.answer(number, body)
+
+    def push(self, body: object) -> None:
+        if not self.link.is_lost:
+            self.link.send(body)
+
+    def beat(self, progress) -> None:
+        """The link's own beats tell it."""
+
+    def lose(self, error: HeadraceError) -> None:
+        self.link.lose(error)
+
+    # --- LinkHandler ---
+
+    def on_item(self, link: Link, number: int, body) -> None:
+        self.fake.on_command(self, number, body, getattr(body, "time_left_s", None))
+
+    def on_open(self, link: Link) -> None:
+        if not self._was_open:
+            self._was_open = True
+            self.fake.links.append(self)
+            self.fake.on_link(self)
+
+    def on_broken(self, link: Link) -> None: ...
+
+    def on_progress(self, link: Link) -> None: ...
+
+    def on_lost(self, link: Link, error: HeadraceError) -> None:
+        if self in self.fake.links:
+            self.fake.links.remove(self)
+            self.fake.on_link_lost(self)
 
 
-async def serve(fake: FakePrefill | FakeDecode, port: int = 0) -> rpc.Server:
+@dataclass
+class ServedRank:
+    """A fake rank behind a gRPC server, with the link servers of its kinds."""
+
+    fake: FakePrefill | FakeDecode
+    server: Server
+    links: dict[str, LinkServer]
+    running: list[asyncio.Task] = field(default_factory=list)
+
+    async def kill(self) -> None:
+        """SIGKILL: nobody is told, connections are reset."""
+        self.fake.alive = False
+        await self.server.stop(None)
+        for task in self.running:
+            task.cancel()
+        await asyncio.gather(*self.running, return_exceptions=True)
+
+
+def servicer(links: dict[str, LinkServer]):
+    """Both services with as many calls as the rank has links."""
+
+    class Rank(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillServiceServicer):
+        async def OpenPrefillLink(self, requests, context):
+            async for message in links["prefill"].serve(requests, context):
+                yield message
+
+        async def OpenDecodeLink(self, requests, context):
+            async for message in links["decode"].serve(requests, context):
+                yield message
+
+        async def OpenTokenLink(self, requests, context):
+            async for message in links["tokens"].serve(requests, context):
+                yield message
+
+    return Rank()
+
+
+async def serve(fake: FakePrefill | FakeDecode, port: int = 0) -> ServedRank:
     """Puts a fake behind a server and gives it that server's address."""
-    if isinstance(fake, FakePrefill):
-        server = await rpc.start_server(
-            "127.0.0.1",
-            port,
-            lambda s: prefill_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(fake), s),
-            (),
-        )
-    else:
-        server = await rpc.start_server(
-            "127.0.0.1",
-            port,
-            lambda s: decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(fake), s),
-            (),
-        )
-    fake.identity = WorkerIdentity(server.address, fake.identity.epoch)
+    port = port or unused_port("127.0.0.1")
+    fake.identity = WorkerIdentity(f"127.0.0.1:{port}", fake.identity.epoch)
     fake.info = replace(fake.info, identity=fake.identity)
-    await server.set_serving(True)
-    return server
+    kinds = ("prefill",) if isinstance(fake, FakePrefill) else ("decode", "tokens")
+    links = {
+        kind: LinkServer(
+            KINDS[kind],
+            fake.identity,
+            lambda link, kind=kind: ServedLink(fake, kind, link),
+            SystemClock(),
+            SETTINGS,
+            info=fake.info,
+            progress=lambda: fake.progress,
+        )
+        for kind in kinds
+    }
+
+    def add(server) -> None:
+        rank = servicer(links)
+        if isinstance(fake, FakePrefill):
+            prefill_pb2_grpc.add_PrefillServiceServicer_to_server(rank, server)
+        else:
+            decode_pb2_grpc.add_DecodeServiceServicer_to_server(rank, server)
+
+    running = [asyncio.ensure_future(x.run()) for x in links.values()]
+    await asyncio.sleep(0)
+    return ServedRank(fake, await start_server("127.0.0.1", port, add, ()), links, running)
 
 
 @dataclass
@@ -109,22 +161,20 @@ class Wired:
     """A mesh of servers, a router server in front of it, and a client."""
 
     mesh: FakeMesh
-    servers: dict[object, rpc.Server]
+    served: dict[object, ServedRank]
     router: Router
     address: str
     client: AsyncClient
     operator: RouterClient
-    peers: Peers
 
     async def replace_decode(self, index: int, epoch: str) -> FakeDecode:
         """SIGKILL and a new process at the same port."""
         old = self.mesh.decodes[index]
-        server = self.servers.pop(old)
-        old.die()
-        await server.stop(None)
+        served = self.served.pop(old)
+        await served.kill()
         new = FakeDecode(self.mesh, "", epoch)
         self.mesh.decodes[index] = new
-        self.servers[new] = await serve(new, int(server.address.rsplit(":", 1)[1]))
+        self.served[new] = await serve(new, int(served.server.address.rsplit(":", 1)[1]))
         self.mesh.relist()
         return new
 
@@ -133,43 +183,43 @@ class Wired:
 async def open_router_server(mesh: FakeMesh, epoch: str = "router-1", **settings):
     """A router process as `__main__` puts it together."""
     async with contextlib.AsyncExitStack() as stack:
-        peers = Peers()
-        stack.push_async_callback(peers.close)
         config = RouterConfig(**settings)
-        port = sockets.unused_port("127.0.0.1")
+        port = unused_port("127.0.0.1")
         router = await stack.enter_async_context(
             Router.open(
                 config,
                 checkpoint(max_context_tokens=512),
-                WorkerIdentity(f"127.0.0.1:{port}", epoch),
                 membership=mesh,
-                dialer=PeerDialer(peers, rpc.check_health),
+                dialer=LinkDialer(WorkerIdentity(f"127.0.0.1:{port}", epoch), SystemClock(), SETTINGS),
                 clock=SystemClock(),
                 claims=mesh,
             )
         )
-        server = await rpc.start_server("127.0.0.1", port, register(router, config.default_deadline_s), SERVICES)
+        server = await start_server("127.0.0.1", port, register(router, config.default_deadline_s), SERVICES)
         stack.push_async_callback(server.stop, None)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         telling = tasks.create_task(tell_health(router, server))
         stack.callback(telling.cancel)
-        yield router, server.address, peers
+        yield router, server.address
 
 
 @contextlib.asynccontextmanager
 async def wired(prefills: int = 1, decodes: int = 1, script=None, ready: bool = True, **settings):
     mesh = FakeMesh(prefills, decodes, **({"script": script} if script else {}))
-    servers = {fake: await serve(fake) for fake in (*mesh.prefills, *mesh.decodes)}
+    served = {fake: await serve(fake) for fake in (*mesh.prefills, *mesh.decodes)}
     mesh.relist()
     try:
-        async with open_router_server(mesh, **settings) as (router, address, peers), AsyncClient(address) as client:
+        async with (
+            open_router_server(mesh, **settings) as (router, address),
+            AsyncClient(address) as client,
+            open_channel(address) as channel,
+        ):
             if ready:
                 await wait_until(lambda: sum(view.ready for view in router.workers()) == prefills + decodes)
-            operator = RouterClient(peers.channel(address))
-            yield Wired(mesh, servers, router, address, client, operator, peers)
+            yield Wired(mesh, served, router, address, client, RouterClient(channel))
     finally:
-        for server in servers.values():
-            await server.stop(None)
+        for rank in served.values():
+            await rank.kill()
 
 
 def run(scenario) -> None:
@@ -213,7 +263,7 @@ def test_the_request_id_is_in_the_initial_metadata_before_any_token():
     async def scenario():
         async with wired() as w:
             w.mesh.prefills[0].gate.clear()
-            async with rpc.open_channel(w.address) as channel:
+            async with open_channel(w.address) as channel:
                 stub = inference_pb2_grpc.InferenceServiceStub(channel)
                 call = stub.Generate(inference_pb2.GenerateRequest(text="hi", request_id="mine"), timeout=10)
                 metadata = dict(await call.initial_metadata())
@@ -254,7 +304,7 @@ def test_errors_name_their_field_and_twenty_of_them_hurt_nobody():
 
 def test_a_second_request_with_the_same_id_gets_already_exists_also_on_another_router():
     async def scenario():
-        async with wired() as w, open_router_server(w.mesh, "router-2") as (other, address, _):
+        async with wired() as w, open_router_server(w.mesh, "router-2") as (other, address):
             await wait_until(lambda: other.is_ready)
             w.mesh.decodes[0].gate.clear()
             first = asyncio.ensure_future(w.client.generate("hi", request_id="mine", max_tokens=9))
@@ -338,8 +388,7 @@ def test_a_prefill_rank_killed_in_mid_prompt_is_replaced_by_another():
             asking = asyncio.ensure_future(w.client.generate("hi", max_tokens=9))
             await wait_until(lambda: any(prefill.commands for prefill in w.mesh.prefills))
             victim = next(prefill for prefill in w.mesh.prefills if prefill.commands)
-            victim.alive = False
-            await w.servers.pop(victim).stop(None)
+            await w.served.pop(victim).kill()
             for prefill in w.mesh.prefills:
                 prefill.gate.set()
             answer = await asking
@@ -353,11 +402,10 @@ def test_a_prefill_rank_killed_in_mid_prompt_is_replaced_by_another():
 def test_health_follows_the_canary():
     async def scenario():
         async with wired(ready=False) as w:
-            async with rpc.open_channel(w.address) as channel:
+            async with open_channel(w.address) as channel:
                 await wait_until(lambda: w.router.is_ready)
                 await _wait_health(channel, True)
-                w.mesh.prefills[0].alive = False
-                await w.servers.pop(w.mesh.prefills[0]).stop(None)
+                await w.served.pop(w.mesh.prefills[0]).kill()
                 with pytest.raises(HeadraceError):
                     await w.client.generate("hi", max_tokens=2, timeout_s=0.5)
                 await _wait_health(channel, False)
@@ -370,7 +418,7 @@ def test_health_follows_the_canary():
 
 async def _wait_health(channel: grpc.aio.Channel, serving: bool) -> None:
     async with asyncio.timeout(5):
-        while await rpc.check_health(channel, SERVICES[0]) is not serving:
+        while await check_health(channel, SERVICES[0]) is not serving:
             await asyncio.sleep(0.01)
 
 
@@ -381,7 +429,8 @@ def test_the_model_and_the_workers_are_shown():
             assert (model.model, model.max_context_tokens, model.vocabulary_size) == ("toy", 512, 300)
             assert model.default_sampling == {"temperature": 0.7, "top_p": 0.9} and model.has_chat_template
             views = await w.operator.workers()
-            assert sorted(view.info.role for view in views) == ["decode", "prefill"]
+            assert sorted(view.info.role for view in views) == [WorkerRole.PREFILL, WorkerRole.DECODE]
+            assert all(view.progress is not None and view.progress.available_blocks == 64 for view in views)
             assert all(view.ready and not view.why_not_ready for view in views)
 
     run(scenario)
