@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 
 from headrace.engine.request import DecodeSequence, PrefillJob, SampledToken, finish_reason
 from headrace.errors import HeadraceError, InternalError
-from headrace.protocol import FirstToken, TargetDescriptor
+from headrace.protocol.common import TransferBackend
+from headrace.protocol.decode import TargetDescriptor
+from headrace.protocol.prefill import FirstToken
 from headrace.transfer.base import RowRun
 
 FIRST_TOKEN_ID = 304
@@ -35,11 +37,13 @@ def _stands() -> None:
 
 
 class MockPrefill:
-    """A prefill core's BatcherPort: every prompt is computed as soon as its thread gets to it."""
+    """A prefill core's Batcher: every prompt is computed as soon as its thread gets to it."""
 
     def __init__(self, num_layers: int, max_context_tokens: int):
         self.queued_tokens = 0
         self.batches = 0
+        self.completed_layers = 0
+        self.pending_batches = 0
         self._num_layers, self._max_context = num_layers, max_context_tokens
         self._jobs: queue.SimpleQueue[PrefillJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -59,11 +63,11 @@ class MockPrefill:
         return self._thread.native_id
 
     def add(self, job: PrefillJob) -> None:
-        """As BatcherPort."""
+        """As Batcher."""
         self._jobs.put(job)
 
     def cancel(self, key: str) -> bool:
-        """As BatcherPort: a job that was added always ends by itself, at once."""
+        """As Batcher: a job that was added always ends by itself, at once."""
         return False
 
     def _run(self) -> None:
@@ -78,6 +82,7 @@ class MockPrefill:
         job.on_start()
         for layer in range(self._num_layers):
             job.on_layer(layer, _stands)
+            self.completed_layers += 1
         pairs = zip(job.sample_indices, job.delivered_counts, strict=True)
         job.on_tokens([self._first(job, sample, position) for sample, position in pairs])
 
@@ -111,6 +116,11 @@ class MockDecode:
     def thread_id(self) -> int | None:
         """The kernel's number of the engine thread, once it has started."""
         return self._thread.native_id
+
+    @property
+    def pending(self) -> int:
+        """As DecodeEngine."""
+        return min(1, len(self._running))
 
     def add(self, sequences: Sequence[DecodeSequence]) -> None:
         """As DecodeEngine."""
@@ -191,7 +201,7 @@ class NoRows:
     def __init__(self, num_layers: int, num_blocks: int, block_size: int, row_bytes: int):
         stride = block_size * row_bytes
         sizes = (num_blocks * stride, stride, row_bytes, block_size, num_layers, num_blocks)
-        self._descriptor = TargetDescriptor("none", "mock", 0, *sizes)
+        self._descriptor = TargetDescriptor(TransferBackend.LOCAL, "mock", 0, *sizes)
 
     def descriptor(self) -> TargetDescriptor:
         """As TransferTarget."""

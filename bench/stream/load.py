@@ -23,7 +23,7 @@ import grpc
 import numpy as np
 
 from bench.stream.engines import token_at
-from headrace import rpc
+from headrace.rpc import channel as channels
 from headrace.text.tokenizer import Tokenizer
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
@@ -116,7 +116,7 @@ class MeshStream:
     @contextlib.asynccontextmanager
     async def open(cls, job: Job) -> AsyncIterator[Self]:
         """Over a connection of its own."""
-        async with rpc.open_channel(job.address, own_connection=True) as channel:
+        async with channels.open_channel(job.address, own_connection=True) as channel:
             await asyncio.wait_for(channel.channel_ready(), TIMEOUT_S)
             yield cls(channel, job)
 

@@ -14,7 +14,7 @@ from bench.stream.load import PROMPT_TOKENS, Job, Seen, prompts
 from bench.stream.mesh import cpu_s, resident_bytes
 from bench.stream.rivals import measure
 from headrace.engine.request import DecodeSequence, PrefillJob, PrefillSequence
-from headrace.protocol import FinishReason, SamplingParams
+from headrace.protocol.common import FinishReason, SamplingParams
 
 
 def line(intercept: float, slopes: dict[int, float], lengths=(2, 16, 64)) -> list[Point]:
