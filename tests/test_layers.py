@@ -42,9 +42,10 @@ VENDORS_OF_KERNELS = {"torch", "numpy", "triton", "flashinfer", "flash_mla", "de
 
 # One door each: the only files that may import these.
 DOORS = {
-    "grpc": ("headrace/rpc.py", "headrace/client.py", "services/*/server.py"),
-    "grpc_health": ("headrace/rpc.py",),
-    "grpc_reflection": ("headrace/rpc.py",),
+    "grpc": ("headrace/rpc/*.py", "headrace/client.py", "services/*/server.py"),
+    "grpc_health": ("headrace/rpc/*.py",),
+    "grpc_reflection": ("headrace/rpc/server.py",),
+    "google.rpc": ("headrace/rpc/status.py",),
     "flashinfer": ("kernels/*/*.py",),
     "flash_mla": ("kernels/*/*.py",),
     "deep_ep": ("kernels/*/*.py",),
@@ -52,7 +53,7 @@ DOORS = {
     "mooncake": ("headrace/transfer/mooncake.py", "headrace/transfer/store.py"),
     "redis": ("headrace/process/registry.py", "services/kvstore/redis_index.py"),
     "opentelemetry": ("headrace/observe/telemetry.py", "headrace/observe/ring.py"),
-    "headrace.v1": ("headrace/rpc.py", "headrace/client.py", "headrace/wire.py", "services/*/server.py"),
+    "headrace.v1": ("headrace/rpc/*.py", "headrace/client.py", "headrace/wire/*.py", "services/*/server.py"),
 }
 # Rust: in no file of the control plane, which imports what it needs from these alone.
 RUST = {"tokenizers", "tiktoken", "safetensors", "pydantic", "orjson", "rpds", "cryptography", "polars", "jiter"}

@@ -15,6 +15,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from headrace import errors
+from headrace.clock import first_of
 from headrace.rpc.channel import COMMON_OPTIONS
 from headrace.rpc.status import StatusInterceptor
 
@@ -102,12 +103,7 @@ async def serve_until_signal(
         on_ready()
         await stop.wait()
         await server.set_serving(False)
-        async with asyncio.TaskGroup() as tasks:
-            draining = tasks.create_task(_bounded(drain, grace_s))
-            hurrying = tasks.create_task(hurry.wait())
-            await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
-            draining.cancel()
-            hurrying.cancel()
+        await first_of(_bounded(drain, grace_s), hurry.wait())
         await server.stop(None if hurry.is_set() else 1.0)
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):

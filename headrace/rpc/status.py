@@ -149,7 +149,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             )
         if handler.stream_stream:
             return grpc.stream_stream_rpc_method_handler(
-                _wrap_stream(handler.stream_stream, metadata), decode, handler.response_serializer
+                _wrap_stream(handler.stream_stream, metadata, _decoded), decode, handler.response_serializer
             )
         return handler
 
@@ -178,6 +178,16 @@ def _check_decoded(request) -> None:
         raise errors.InvalidRequest("request: the bytes are not a message of this call", field="request")
 
 
+def _one_decoded(request):
+    _check_decoded(request)
+    return request
+
+
+async def _decoded(requests):
+    async for request in requests:
+        yield _one_decoded(request)
+
+
 def _wrap_unary(method, metadata):
     async def call(request, context):
         _enter(metadata)
@@ -194,12 +204,11 @@ def _wrap_unary(method, metadata):
     return call
 
 
-def _wrap_stream(method, metadata):
+def _wrap_stream(method, metadata, decoded=_one_decoded):
     async def call(request, context):
         _enter(metadata)
         try:
-            _check_decoded(request)
-            async with contextlib.aclosing(method(request, context)) as responses:
+            async with contextlib.aclosing(method(decoded(request), context)) as responses:
                 async for response in responses:
                     yield response
         except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):

@@ -11,10 +11,11 @@ import contextlib
 import dataclasses
 
 from headrace import config as configuration
+from headrace.launch.sockets import unused_port
 from headrace.process.start import Start, print_ready, run_service
 from headrace.protocol.common import WorkerIdentity
 from headrace.rpc.links import LinkSettings
-from headrace.rpc.server import Server, serve_until_signal, unused_port
+from headrace.rpc.server import Server, serve_until_signal
 from services.router.checkpoint import CheckpointInfo
 from services.router.core import Router
 from services.router.dialer import LinkDialer

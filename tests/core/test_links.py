@@ -183,12 +183,12 @@ async def test_a_silent_connection_is_broken_after_three_beats_at_both_ends():
     async with MemoryLinks.open() as links:
         pair = await links.connect(WRITER_LINK)
         links.is_refusing = True
-        for beat in range(5):
+        for _ in range(5):
             await links.clock.advance(1.0)
             await pair.settle()
         assert pair.opener.is_open and pair.server.is_open, "beats keep a quiet link open"
         links.silence()
-        for beat in range(3):
+        for _ in range(3):
             assert pair.opener.is_open
             await links.clock.advance(1.0)
             await pair.settle()

@@ -109,6 +109,19 @@ def test_only_the_named_rpcs_stream(files):
     assert {method.name for method in methods if method.client_streaming} == CLIENT_STREAMS
 
 
+def test_every_message_of_a_link_is_a_header_and_items(files):
+    of_links = [
+        message
+        for file in files
+        for _, message in messages(file)
+        if message.name.removesuffix("Request").removesuffix("Response") in LINKS
+    ]
+    assert len(of_links) == 2 * len(LINKS)
+    for message in of_links:
+        fields = [(field.name, field.number) for field in message.field]
+        assert fields in ([("header", 1)], [("header", 1), ("items", 2)]), message.name
+
+
 def test_names_have_their_usual_form(files):
     for file in files:
         for _, message in messages(file):

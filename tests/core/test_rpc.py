@@ -11,12 +11,26 @@ import socket
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from headrace import client, errors, rpc
-from headrace import protocol as p
-from headrace.launch import sockets
+from headrace import client, errors
+from headrace.launch.sockets import free_port
+from headrace.observe.context import request_id_var, traceparent_var
+from headrace.protocol.common import FinishReason
+from headrace.rpc.channel import (
+    MAX_MESSAGE_BYTES,
+    call_stream,
+    call_unary,
+    check_health,
+    is_serving,
+    open_channel,
+)
+from headrace.rpc.server import serve_until_signal, start_server
+from headrace.rpc.status import DETAILS_KEY, status_of, time_left_s
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from headrace.wire.common import DEFAULT_TIME_LEFT_S
+from headrace.wire.link import CODES
 
 SERVICE = "headrace.test.Echo"
 
@@ -46,9 +60,9 @@ def handlers(unary=None, stream=None, upload=None, decode=None):
 @contextlib.asynccontextmanager
 async def serving(**methods):
     """A server with these methods and a channel to it."""
-    server = await rpc.start_server("127.0.0.1", 0, handlers(**methods), [SERVICE])
+    server = await start_server("127.0.0.1", 0, handlers(**methods), [SERVICE])
     await server.set_serving(True)
-    channel = rpc.open_channel(server.address, own_connection=True)
+    channel = open_channel(server.address, own_connection=True)
     try:
         yield server, channel
     finally:
@@ -83,12 +97,12 @@ async def drained(messages) -> list[bytes]:
 
 
 def test_every_error_class_has_a_status():
-    assert [kind.__name__ for kind in all_errors() if kind not in rpc.STATUS] == []
+    assert [kind.__name__ for kind in all_errors() if kind not in CODES] == []
 
 
 def test_the_tree_in_the_docstring_is_the_table():
     drawn = dict(re.findall(r"── (\w+) +([A-Z_]{2,})", errors.__doc__ or ""))
-    assert drawn and {name: rpc.STATUS[getattr(errors, name)].name for name in drawn} == drawn
+    assert drawn and {name: status_of(getattr(errors, name)()).name for name in drawn} == drawn
 
 
 def test_reasons_are_upper_snake_and_name_one_class_each():
@@ -111,9 +125,9 @@ def test_an_error_arrives_as_itself_from_every_kind_of_call(kind):
     async def main():
         async with serving(unary=fail, stream=fail_late, upload=fail) as (_, channel):
             return [
-                await caught(rpc.call_unary(unary(channel), b"", 5)),
-                await caught(drained(rpc.call_stream(stream(channel), b"", 5))),
-                await caught(rpc.call_unary(upload(channel), iter([b""]), 5)),
+                await caught(call_unary(unary(channel), b"", 5)),
+                await caught(drained(call_stream(stream(channel), b"", 5))),
+                await caught(call_unary(upload(channel), iter([b""]), 5)),
             ]
 
     for error in asyncio.run(main()):
@@ -122,13 +136,42 @@ def test_an_error_arrives_as_itself_from_every_kind_of_call(kind):
         assert error.retryable == kind.retryable
 
 
+def test_a_status_holds_its_details_as_google_rpc_messages():
+    async def fail(request, context):
+        raise errors.Overloaded("full", reason="PREFILL_QUEUE_FULL", field="tokens", retry_after_s=1.5)
+
+    async def main():
+        async with serving(unary=fail) as (_, channel):
+            with pytest.raises(grpc.RpcError) as info:
+                await unary(channel)(b"")
+            return dict(info.value.trailing_metadata())[DETAILS_KEY]
+
+    status = status_pb2.Status.FromString(asyncio.run(main()))
+    info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+    assert [detail.Unpack(kind) for detail, kind in zip(status.details, (info, bad, retry), strict=True)] == [True] * 3
+    assert (status.code, status.message) == (grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], "full")
+    assert (info.reason, info.domain, info.metadata["retryable"]) == ("PREFILL_QUEUE_FULL", "headrace", "true")
+    assert bad.field_violations[0].field == "tokens" and retry.retry_delay.ToMilliseconds() == 1500
+
+
+def test_an_error_says_for_itself_whether_a_new_attempt_may_succeed():
+    async def fail(request, context):
+        raise errors.InternalError("a step failed", retryable=True)
+
+    async def main():
+        async with serving(unary=fail) as (_, channel):
+            return await caught(call_unary(unary(channel), b"", 5))
+
+    assert asyncio.run(main()).retryable
+
+
 def test_a_reason_of_its_own_survives_beside_the_status():
     async def fail(request, context):
         raise errors.Overloaded("full", reason="PREFILL_QUEUE_FULL")
 
     async def main():
         async with serving(unary=fail) as (_, channel):
-            return await caught(rpc.call_unary(unary(channel), b"", 5))
+            return await caught(call_unary(unary(channel), b"", 5))
 
     error = asyncio.run(main())
     assert (type(error), error.reason) == (errors.Overloaded, "PREFILL_QUEUE_FULL")
@@ -142,7 +185,7 @@ def test_a_typed_error_out_of_a_task_group_stays_typed():
 
     async def main():
         async with serving(unary=fail) as (_, channel):
-            return await caught(rpc.call_unary(unary(channel), b"", 5))
+            return await caught(call_unary(unary(channel), b"", 5))
 
     assert type(asyncio.run(main())) is errors.NotFound
 
@@ -158,8 +201,8 @@ def test_bytes_that_are_no_message_are_the_callers_mistake():
     async def main():
         async with serving(unary=never, stream=never_a_stream, decode=common_pb2.Stage.FromString) as (_, channel):
             return [
-                await caught(rpc.call_unary(unary(channel), b"\xff\xff", 5)),
-                await caught(drained(rpc.call_stream(stream(channel), b"\xff\xff", 5))),
+                await caught(call_unary(unary(channel), b"\xff\xff", 5)),
+                await caught(drained(call_stream(stream(channel), b"\xff\xff", 5))),
             ]
 
     for error in asyncio.run(main()):
@@ -172,7 +215,7 @@ def test_what_nobody_expected_is_internal_and_tells_nothing():
 
     async def main():
         async with serving(unary=fail) as (_, channel):
-            return await caught(rpc.call_unary(unary(channel), b"", 5))
+            return await caught(call_unary(unary(channel), b"", 5))
 
     error = asyncio.run(main())
     assert type(error) is errors.InternalError and "secret" not in error.message
@@ -185,7 +228,7 @@ def test_a_time_out_inside_a_handler_is_the_deadline():
 
     async def main():
         async with serving(unary=fail) as (_, channel):
-            return await caught(rpc.call_unary(unary(channel), b"", 5))
+            return await caught(call_unary(unary(channel), b"", 5))
 
     assert type(asyncio.run(main())) is errors.DeadlineExceeded
 
@@ -193,9 +236,9 @@ def test_a_time_out_inside_a_handler_is_the_deadline():
 def test_nobody_listening_is_unavailable_at_once():
     async def main():
         async with asyncio.timeout(3):
-            channel = rpc.open_channel("127.0.0.1:9", own_connection=True)
+            channel = open_channel("127.0.0.1:9", own_connection=True)
             try:
-                return await caught(rpc.call_unary(unary(channel), b"", 10))
+                return await caught(call_unary(unary(channel), b"", 10))
             finally:
                 await channel.close()
 
@@ -208,7 +251,7 @@ def test_a_long_message_is_cut_and_still_typed():
 
     async def main():
         async with serving(unary=fail) as (_, channel):
-            return await caught(rpc.call_unary(unary(channel), b"", 5))
+            return await caught(call_unary(unary(channel), b"", 5))
 
     error = asyncio.run(main())
     assert type(error) is errors.CheckpointError and error.message.startswith("missing tensor; missing")
@@ -220,8 +263,8 @@ def test_a_message_over_the_limit_is_refused_and_the_server_lives():
 
     async def main():
         async with serving(unary=echo) as (_, channel):
-            error = await caught(rpc.call_unary(unary(channel), b"x" * (rpc.MAX_MESSAGE_BYTES + 1), 10))
-            return error, len(await rpc.call_unary(unary(channel), b"x" * (5 * 1024 * 1024), 10))
+            error = await caught(call_unary(unary(channel), b"x" * (MAX_MESSAGE_BYTES + 1), 10))
+            return error, len(await call_unary(unary(channel), b"x" * (5 * 1024 * 1024), 10))
 
     error, length = asyncio.run(main())
     assert type(error) is errors.Overloaded and length == 5 * 1024 * 1024
@@ -254,7 +297,7 @@ def test_leaving_a_stream_in_any_way_cancels_the_handler():
             await seen.wait()
 
         async with serving(stream=endless) as (_, channel):
-            async with contextlib.aclosing(rpc.call_stream(stream(channel), b"", 30)) as messages:
+            async with contextlib.aclosing(call_stream(stream(channel), b"", 30)) as messages:
                 async for _ in messages:
                     break
             async with asyncio.timeout(2):
@@ -268,11 +311,11 @@ def test_the_callers_deadline_ends_the_handler_too():
         seen = Seen()
 
         async def slow(request, context):
-            assert 0 < rpc.time_left_s(context) < 0.3, "the clock of the deadline is rounded to milliseconds"
+            assert 0 < time_left_s(context) < 0.3, "the clock of the deadline is rounded to milliseconds"
             await seen.wait()
 
         async with serving(unary=slow) as (_, channel):
-            error = await caught(rpc.call_unary(unary(channel), b"", 0.2))
+            error = await caught(call_unary(unary(channel), b"", 0.2))
             async with asyncio.timeout(2):
                 await seen.cancelled.wait()
             return error
@@ -282,18 +325,18 @@ def test_the_callers_deadline_ends_the_handler_too():
 
 def test_a_caller_without_a_deadline_gets_the_default():
     async def left(request, context):
-        return str(rpc.time_left_s(context)).encode()
+        return str(time_left_s(context)).encode()
 
     async def main():
         async with serving(unary=left) as (_, channel):
             return float(await unary(channel)(b""))
 
-    assert asyncio.run(main()) == rpc.DEFAULT_TIMEOUT_S
+    assert asyncio.run(main()) == DEFAULT_TIME_LEFT_S
 
 
 def test_request_id_and_traceparent_travel_with_every_kind_of_call():
     async def show(request, context):
-        return f"{rpc.request_id_var.get()} {rpc.traceparent_var.get()}".encode()
+        return f"{request_id_var.get()} {traceparent_var.get()}".encode()
 
     async def show_twice(request, context):
         yield await show(request, context)
@@ -302,16 +345,16 @@ def test_request_id_and_traceparent_travel_with_every_kind_of_call():
 
     async def main():
         async with serving(unary=show, stream=show_twice, upload=show) as (_, channel):
-            rpc.request_id_var.set("r-1")
-            rpc.traceparent_var.set("00-ab")
+            request_id_var.set("r-1")
+            traceparent_var.set("00-ab")
             answers = [
-                await rpc.call_unary(unary(channel), b"", 5),
-                await rpc.call_unary(upload(channel), iter([b""]), 5),
+                await call_unary(unary(channel), b"", 5),
+                await call_unary(upload(channel), iter([b""]), 5),
             ]
-            answers += await drained(rpc.call_stream(stream(channel), b"", 5))
-            rpc.request_id_var.set("")
-            rpc.traceparent_var.set("")
-            return answers, await rpc.call_unary(unary(channel), b"", 5)
+            answers += await drained(call_stream(stream(channel), b"", 5))
+            request_id_var.set("")
+            traceparent_var.set("")
+            return answers, await call_unary(unary(channel), b"", 5)
 
     answers, bare = asyncio.run(main())
     assert answers == [b"r-1 00-ab"] * 4 and bare == b" "
@@ -325,11 +368,11 @@ def test_health_follows_the_state_and_reflection_names_the_service():
         return request
 
     async def main():
-        server = await rpc.start_server("127.0.0.1", 0, handlers(unary=echo), [SERVICE])
-        before = [await rpc.is_serving(server.address, name) for name in ("", SERVICE)]
+        server = await start_server("127.0.0.1", 0, handlers(unary=echo), [SERVICE])
+        before = [await is_serving(server.address, name) for name in ("", SERVICE)]
         await server.set_serving(True)
-        after = [await rpc.is_serving(server.address, name) for name in ("", SERVICE, "headrace.test.Other")]
-        async with rpc.open_channel(server.address) as channel:
+        after = [await is_serving(server.address, name) for name in ("", SERVICE, "headrace.test.Other")]
+        async with open_channel(server.address) as channel:
             stub = reflection_pb2_grpc.ServerReflectionStub(channel)
             request = reflection_pb2.ServerReflectionRequest(list_services="")
             answer = await anext(aiter(stub.ServerReflectionInfo(iter([request]))))
@@ -343,12 +386,12 @@ def test_health_follows_the_state_and_reflection_names_the_service():
 
 def test_a_taken_port_stops_the_start_and_a_shared_one_does_not():
     async def main():
-        first = await rpc.start_server("127.0.0.1", 0, handlers(), [], share_port=True)
+        first = await start_server("127.0.0.1", 0, handlers(), [], share_port=True)
         port = int(first.address.rpartition(":")[2])
-        second = await rpc.start_server("127.0.0.1", port, handlers(), [], share_port=True)
+        second = await start_server("127.0.0.1", port, handlers(), [], share_port=True)
         try:
             with pytest.raises(errors.ConfigError, match=str(port)):
-                await rpc.start_server("127.0.0.1", port, handlers(), [])
+                await start_server("127.0.0.1", port, handlers(), [])
         finally:
             await first.stop(None)
             await second.stop(None)
@@ -361,10 +404,10 @@ def test_a_free_port_is_one_that_nobody_listens_on():
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         taken = listener.getsockname()[1]
-        found = sockets.free_port("127.0.0.1", taken, 65535, taken=(taken + 1,))
+        found = free_port("127.0.0.1", taken, 65535, taken=(taken + 1,))
         assert found > taken + 1
         with pytest.raises(errors.ConfigError):
-            sockets.free_port("127.0.0.1", taken, taken)
+            free_port("127.0.0.1", taken, taken)
 
 
 def test_after_a_signal_running_streams_finish_and_new_calls_are_refused():
@@ -378,7 +421,7 @@ def test_after_a_signal_running_streams_finish_and_new_calls_are_refused():
                 yield str(number).encode()
 
         async def drain(grace_s: float) -> None:
-            drained_with.append((grace_s, await rpc.check_health(channel)))
+            drained_with.append((grace_s, await check_health(channel)))
             finish.set()
             while len(received) < 10:
                 await asyncio.sleep(0.01)
@@ -386,13 +429,13 @@ def test_after_a_signal_running_streams_finish_and_new_calls_are_refused():
         drained_with: list[tuple[float, bool]] = []
         received: list[bytes] = []
         async with serving(stream=ten) as (server, channel), asyncio.TaskGroup() as tasks:
-            serving_task = tasks.create_task(rpc.serve_until_signal(server, drain, 5.0))
-            async for message in rpc.call_stream(stream(channel), b"", 10):
+            serving_task = tasks.create_task(serve_until_signal(server, drain, 5.0))
+            async for message in call_stream(stream(channel), b"", 10):
                 received.append(message)
                 if len(received) == 1:
                     os.kill(os.getpid(), signal.SIGTERM)
             await serving_task
-            refused = await caught(rpc.call_unary(unary(channel), b"", 2))
+            refused = await caught(call_unary(unary(channel), b"", 2))
         return received, drained_with, refused
 
     received, drained_with, refused = asyncio.run(main())
@@ -410,7 +453,7 @@ def test_a_drain_ends_at_the_second_signal_or_with_the_grace(second_signal):
             await asyncio.sleep(60)
 
         async with serving() as (server, _), asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(rpc.serve_until_signal(server, drain, 30.0 if second_signal else 0.1))
+            task = tasks.create_task(serve_until_signal(server, drain, 30.0 if second_signal else 0.1))
             await asyncio.sleep(0)
             os.kill(os.getpid(), signal.SIGTERM)
             async with asyncio.timeout(5):
@@ -450,7 +493,7 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
 async def inference():
     """The address of a router that answers like Inference."""
     register = inference_pb2_grpc.add_InferenceServiceServicer_to_server
-    server = await rpc.start_server("127.0.0.1", 0, lambda inner: register(Inference(), inner), [])
+    server = await start_server("127.0.0.1", 0, lambda inner: register(Inference(), inner), [])
     try:
         yield server.address
     finally:
@@ -460,7 +503,7 @@ async def inference():
 def check(answer: client.Answer) -> None:
     assert [sample.text for sample in answer.samples] == ["ab", "ab"]
     assert answer.samples[1].token_ids == [10, 11]
-    assert answer.samples[1].finish_reason is p.FinishReason.LENGTH
+    assert answer.samples[1].finish_reason is FinishReason.LENGTH
     assert (answer.request_id, answer.final.seed) == ("r-1", 7)
 
 
@@ -521,7 +564,7 @@ async def slow_to_greet(address: str, delay_s: float):
 def test_a_server_that_is_slow_to_greet_a_connection_is_not_unavailable():
     async def main():
         async with serving() as (server, _), slow_to_greet(server.address, 0.5) as address:
-            async with rpc.open_channel(address, own_connection=True) as channel:
-                return await rpc.check_health(channel, timeout_s=3.0)
+            async with open_channel(address, own_connection=True) as channel:
+                return await check_health(channel, timeout_s=3.0)
 
     assert asyncio.run(main())

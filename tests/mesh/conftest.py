@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import pytest
 
 from headrace import config as configuration
-from headrace import rpc
-from headrace.client import Answer, AsyncClient, DecodeClient, PrefillClient, RouterClient
+from headrace.client import Answer, AsyncClient
 from headrace.launch.local import Mesh
+from headrace.rpc.channel import open_channel
+from headrace.rpc.clients import DecodeClient, PrefillClient, RouterClient
 
 NUM_BLOCKS = 2048
 
@@ -56,7 +57,7 @@ class TestMesh(Mesh):
         """All ledgers now."""
         async with contextlib.AsyncExitStack() as stack:
             channels = [
-                await stack.enter_async_context(rpc.open_channel(address))
+                await stack.enter_async_context(open_channel(address))
                 for address in (self.router_address, self.worker_address("prefill"), self.worker_address("decode"))
             ]
             return Idle(

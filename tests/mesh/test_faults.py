@@ -14,13 +14,13 @@ import time
 import pytest
 from scenario import GREEDY, Asked, assert_equal, ids, until
 
-from headrace import rpc
-from headrace.client import DecodeClient, PrefillClient, RouterClient
 from headrace.errors import HeadraceError, StaleEpoch
 from headrace.launch.children import wait_ready
 from headrace.protocol.common import SamplingParams, WorkerIdentity
 from headrace.protocol.decode import ReserveCommand
 from headrace.protocol.prefill import PrefillCommand
+from headrace.rpc.channel import open_channel
+from headrace.rpc.clients import DecodeClient, PrefillClient, RouterClient
 
 QUARANTINE_S = 2.0
 POOL_BLOCKS = 96
@@ -81,7 +81,7 @@ async def wait_proven(mesh) -> None:
 
     async def proven() -> bool:
         with contextlib.suppress(HeadraceError):
-            async with rpc.open_channel(mesh.router_address) as channel:
+            async with open_channel(mesh.router_address) as channel:
                 views = await RouterClient(channel).workers()
             return epochs == {view.info.identity.epoch for view in views if view.ready}
         return False
@@ -114,7 +114,7 @@ async def end(mesh, name: str, number: signal.Signals) -> int:
 async def busy_prefill(mesh) -> str:
     """The prefill rank that works on a request now."""
     for name in [name for name, one in mesh.running.items() if one.plan.service == "prefill" and is_alive(one)]:
-        async with rpc.open_channel(mesh.address(name)) as channel:
+        async with open_channel(mesh.address(name)) as channel:
             ledger = await PrefillClient(channel).ledger()
         if ledger.running_requests or ledger.queued_requests:
             return name
@@ -133,7 +133,7 @@ def row_bytes_in_all(mesh) -> int:
     """Bytes that one token's rows take, in all layers."""
 
     async def ask() -> int:
-        async with rpc.open_channel(mesh.address("decode-0")) as channel:
+        async with open_channel(mesh.address("decode-0")) as channel:
             layout = (await DecodeClient(channel).info()).layout
         return layout.layer_count * layout.row_dim * {"fp32": 4, "bf16": 2}[layout.dtype]
 
@@ -307,7 +307,7 @@ def test_a_prefill_rank_frozen_in_mid_push_is_found_out_and_what_it_writes_later
         return answer, silence_s, answers
 
     async def fenced(before: int) -> bool:
-        async with rpc.open_channel(broken.address("decode-0")) as channel:
+        async with open_channel(broken.address("decode-0")) as channel:
             ledger = await DecodeClient(channel).ledger()
         return ledger.fences > before and ledger.quarantined_requests == 0
 
@@ -383,7 +383,7 @@ async def calls_with_old_epochs(mesh, old: dict[str, str]) -> None:
     router, sampling = WorkerIdentity("127.0.0.1:1", "e0"), SamplingParams(max_tokens=4)
     reserve = ReserveCommand("late", 1, router, 5, (0,), (0,), sampling, 1, router, 1, old["decode-0"])
     prefill = PrefillCommand("late", 1, (5, 6), sampling, (0,), {}, None, "", old["prefill-0"])
-    async with rpc.open_channel(mesh.address("decode-0")) as channel:
+    async with open_channel(mesh.address("decode-0")) as channel:
         decode = DecodeClient(channel)
         with pytest.raises(StaleEpoch):
             await decode.reserve(reserve, 5.0)
@@ -392,7 +392,7 @@ async def calls_with_old_epochs(mesh, old: dict[str, str]) -> None:
         with pytest.raises(StaleEpoch):
             async for _ in decode.stream_tokens(router, old["decode-0"]):
                 break
-    async with rpc.open_channel(mesh.address("prefill-0")) as channel:
+    async with open_channel(mesh.address("prefill-0")) as channel:
         with pytest.raises(StaleEpoch):
             async for _ in PrefillClient(channel).prefill(prefill, 5.0):
                 break

@@ -7,10 +7,10 @@ import asyncio
 import grpc
 import pytest
 
-from headrace import rpc
 from headrace.errors import AlreadyExists, InvalidRequest
 from headrace.protocol.common import FinishReason
 from headrace.protocol.inference import ChatMessage
+from headrace.rpc.channel import open_channel
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 
 BLOCK, CONTEXT = 16, 4096
@@ -159,7 +159,7 @@ def test_samples_share_one_prefill_and_are_distinct_and_reproducible(mesh, same,
 
 def test_a_request_id_is_known_before_the_first_token_and_belongs_to_one_request(mesh):
     async def scenario():
-        async with rpc.open_channel(mesh.router_address) as channel:
+        async with open_channel(mesh.router_address) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             request = inference_pb2.GenerateRequest(text="Once", request_id="mine")
             request.sampling.max_tokens = 60

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from scenario import ids
 
-from headrace import rpc
-from headrace.client import DecodeClient
 from headrace.observe import ring
+from headrace.rpc.channel import open_channel
+from headrace.rpc.clients import DecodeClient
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ def ask(mesh, length: int, traceparent: str = "", request_id: str = ""):
         request = inference_pb2.GenerateRequest(request_id=request_id)
         request.tokens.token_ids.extend(ids(length, length))
         request.sampling.max_tokens, request.sampling.ignore_eos = 6, True
-        async with rpc.open_channel(mesh.router_address) as channel:
+        async with open_channel(mesh.router_address) as channel:
             metadata = (("traceparent", traceparent),) if traceparent else ()
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             stream = stub.Generate(request, timeout=60, metadata=metadata)
@@ -106,7 +106,7 @@ def all_spans(mesh) -> list[ring.Span]:
 @pytest.mark.parametrize("length", [16, 17, 37])
 def test_bytes_pushed_are_rows_times_layers_times_row_bytes(mesh, length):
     async def layout():
-        async with rpc.open_channel(mesh.address("decode-0")) as channel:
+        async with open_channel(mesh.address("decode-0")) as channel:
             return (await DecodeClient(channel).info()).layout
 
     kv = asyncio.run(layout())

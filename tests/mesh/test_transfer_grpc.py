@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from scenario import GREEDY, Asked, assert_equal, ids, until
 
-from headrace import rpc
-from headrace.client import DecodeClient
+from headrace.rpc.channel import open_channel
+from headrace.rpc.clients import DecodeClient
 
 RULES = ("prefill.push:flip layer=2 request_id=flip times=1", "prefill.push:hang seconds=3 layer=1 request_id=hang")
 
@@ -41,7 +41,7 @@ def test_rows_in_messages_give_the_oracles_tokens(over_grpc, aggregated):
 
 def test_both_ends_say_how_rows_travel_and_mooncake_is_not_loaded(over_grpc):
     async def transfer() -> str:
-        async with rpc.open_channel(over_grpc.address("decode-0")) as channel:
+        async with open_channel(over_grpc.address("decode-0")) as channel:
             return (await DecodeClient(channel).info()).transfer
 
     assert asyncio.run(transfer()) == "grpc"

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from headrace import errors, rpc, wire
+from headrace import errors
 from headrace.client import AsyncClient, Client
 from headrace.errors import HeadraceError
 from headrace.protocol.common import FinishReason, Usage
@@ -22,7 +22,10 @@ from headrace.protocol.inference import (
     ModelInfo,
     SampleDelta,
 )
+from headrace.rpc.server import start_server
 from headrace.v1 import inference_pb2_grpc
+from headrace.wire.inference import generate_event_to_pb, generate_from_pb, model_to_pb
+from headrace.wire.link import CODES
 
 
 def _every_class() -> list[type[HeadraceError]]:
@@ -40,7 +43,7 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
         self.metadata: list[dict] = []
 
     async def Generate(self, request, context):
-        command = wire.generate_from_pb(request)
+        command = generate_from_pb(request)
         self.commands.append(command)
         self.metadata.append(dict(context.invocation_metadata()))
         if command.request_id.startswith("raise:"):
@@ -50,22 +53,22 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
             for position in range(int(command.sampling.get("max_tokens", 3))):
                 await asyncio.sleep(0.001)
                 delta = SampleDelta(0, position, (97 + position % 26,), chr(97 + position % 26))
-                yield wire.generate_event_to_pb(GenerateEvent("id", (delta,)))
+                yield generate_event_to_pb(GenerateEvent("id", (delta,)))
             end = SampleDelta(0, position + 1, (), "", (), FinishReason.LENGTH)
             final = FinalSummary(Usage(1, 0, 1, position + 1), (), 42, "t" * 32, 0.1, 0.2)
-            yield wire.generate_event_to_pb(GenerateEvent("id", (end,), final))
+            yield generate_event_to_pb(GenerateEvent("id", (end,), final))
         except (asyncio.CancelledError, GeneratorExit):
             self.left.set()
             raise
 
     async def GetModel(self, request, context):
-        return wire.model_to_pb(ModelInfo("toy", 512, 300, {"temperature": 0.7, "logit_bias": ((3, 0.5),)}, True))
+        return model_to_pb(ModelInfo("toy", 512, 300, {"temperature": 0.7, "logit_bias": ((3, 0.5),)}, True))
 
 
 @contextlib.asynccontextmanager
 async def serving():
     servicer = Inference()
-    server = await rpc.start_server(
+    server = await start_server(
         "127.0.0.1", 0, lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, s), ()
     )
     try:
@@ -83,7 +86,7 @@ def run(scenario) -> None:
 
 
 def test_every_class_of_error_has_a_status_and_comes_back_as_itself():
-    assert set(_every_class()) == set(rpc.STATUS), "a class without a row in rpc.STATUS"
+    assert set(_every_class()) == set(CODES), "a class without a row in CODES"
 
     async def scenario(servicer, address):
         async with AsyncClient(address) as client:

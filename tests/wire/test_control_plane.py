@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from headrace.client import AsyncClient, Peers, RouterClient
+from headrace.client import AsyncClient
 from headrace.errors import HeadraceError
 from headrace.launch.children import start_child, stop_child, wait_ready
 from headrace.launch.redis_server import BundledRedis
 from headrace.model.weights.random_checkpoint import write_random_checkpoint
 from headrace.protocol.common import WorkerIdentity
+from headrace.rpc.clients import Peers, RouterClient
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from headrace import rpc
 from headrace.errors import ConfigError, Unavailable
 from headrace.launch import sockets
 from headrace.launch.children import start_child, stop_child, wait_ready
 from headrace.launch.redis_server import BundledRedis
 from headrace.observe import ring
 from headrace.process.start import parse, run_service
+from headrace.rpc.channel import is_serving
 from services.kvstore import __main__ as kvstore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,8 +56,8 @@ def test_a_process_says_one_line_when_it_is_ready_and_drains_at_sigterm(tmp_path
             said = wait_ready(child, 30.0)
             assert (said["service"], said["pid"]) == ("kvstore", child.pid)
             assert said.keys() == {"service", "address", "epoch", "pid"}
-            assert asyncio.run(rpc.is_serving(said["address"]))
-            assert asyncio.run(rpc.is_serving(said["address"], "headrace.v1.KvStoreService"))
+            assert asyncio.run(is_serving(said["address"]))
+            assert asyncio.run(is_serving(said["address"], "headrace.v1.KvStoreService"))
         finally:
             status = stop_child(child, 10.0)
         rest, errors = child.communicate()
@@ -112,7 +112,7 @@ def test_a_process_starts_before_redis_does(tmp_path):
     child = start_child(command(*flags), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, directory=ROOT)
     try:
         said = wait_ready(child, 30.0)
-        assert asyncio.run(rpc.is_serving(said["address"])) and child.poll() is None
+        assert asyncio.run(is_serving(said["address"])) and child.poll() is None
     finally:
         status = stop_child(child, 10.0)
         child.stdout.close()

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from headrace import rpc
 from headrace.clock import SystemClock
 from headrace.config import RegistryConfig
 from headrace.errors import ConfigError, Unavailable
@@ -21,6 +20,7 @@ from headrace.launch import sockets
 from headrace.launch.redis_server import BundledRedis, answers
 from headrace.process import registry
 from headrace.protocol.common import WorkerIdentity
+from headrace.rpc.server import start_server
 from headrace.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -344,7 +344,7 @@ class Prefill(prefill_pb2_grpc.PrefillServiceServicer):
 def test_a_probe_asks_for_health_and_epoch():
     async def main():
         register = prefill_pb2_grpc.add_PrefillServiceServicer_to_server
-        server = await rpc.start_server("127.0.0.1", 0, lambda inner: register(Prefill(), inner), [])
+        server = await start_server("127.0.0.1", 0, lambda inner: register(Prefill(), inner), [])
 
         async def probed(role: str, epoch: str) -> bool:
             return await registry.answers_as(registry.Member(role, WorkerIdentity(server.address, epoch)))

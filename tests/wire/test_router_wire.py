@@ -22,11 +22,12 @@ from headrace.errors import (
     Overloaded,
     Unavailable,
 )
+from headrace.launch.sockets import unused_port
 from headrace.protocol.common import FinishReason, WorkerIdentity, WorkerRole
 from headrace.rpc.channel import check_health, open_channel
 from headrace.rpc.clients import RouterClient
 from headrace.rpc.links import DECODE_LINK, PREFILL_LINK, TOKEN_LINK, Link, LinkServer, LinkSettings
-from headrace.rpc.server import Server, start_server, unused_port
+from headrace.rpc.server import Server, start_server
 from headrace.v1 import (
     decode_pb2_grpc,
     inference_pb2,
