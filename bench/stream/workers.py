@@ -83,7 +83,7 @@ async def _open(start: Start, role: WorkerRole) -> AsyncIterator[MockWorker]:
         max_context_tokens=MAX_CONTEXT_TOKENS,
         max_batch_tokens=engine.max_batch_tokens if role is WorkerRole.PREFILL else 0,
         max_batch_size=engine.max_batch_size if role is WorkerRole.DECODE else 0,
-        transfer=TransferBackend[config.transfer.backend.upper()],
+        transfer=TransferBackend.LOCAL,
         vocabulary_size=VOCABULARY_SIZE,
     )
     rows = NoRows(LAYOUT.layer_count, blocks, LAYOUT.block_size, ROW_BYTES)
