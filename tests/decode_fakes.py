@@ -356,12 +356,22 @@ async def until(predicate, limit_s=5.0):
 
 
 @contextlib.asynccontextmanager
-async def decode_rank(num_blocks=16, *, faults=(), connected=True, max_context=64, clock=None, **config):
-    """An open Decoder over fakes, with one router connected."""
+async def decode_rank(
+    num_blocks=16, *, faults=(), connected=True, max_context=64, clock=None, sign=None, stop_writer=None, **config
+):
+    """An open Decoder over fakes, with one router connected. `sign` and `stop_writer` replace the fakes."""
     clock, engine, target, writer = clock or FakeClock(), FakeEngine(), FakeTarget(num_blocks), FakeWriter()
     rows, pool, signer = Rows(num_blocks), BlockPool(num_blocks, BLOCK_SIZE), Signer()
     collaborators = Collaborators(
-        clock, pool, engine, target, rows.checksums, rows.copy_rows, signer.sign, writer.stop, Faults.parse(faults)
+        clock=clock,
+        pool=pool,
+        engine=engine,
+        target=target,
+        checksums=rows.checksums,
+        copy_rows=rows.copy_rows,
+        sign=sign or signer.sign,
+        stop_writer=stop_writer or writer.stop,
+        faults=Faults.parse(faults),
     )
     info = worker_info(num_blocks, max_context)
     async with Decoder.open(DecodeConfig(**config), info, collaborators) as core:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass, field
 
-from headrace.clock import Deadline, SystemClock
+from headrace.clock import Deadline, SystemClock, first_of
 from headrace.protocol import decode as p
 from headrace.protocol.common import WorkerIdentity
 from headrace.rpc.links import DECODE_LINK, TOKEN_LINK, WRITER_LINK, LinkOpener, LinkSettings
@@ -48,16 +48,16 @@ async def opened(kind, address, own, peer_epoch="", *, on_item=None, settings=SE
     opener = LinkOpener(kind, address, own, peer_epoch, listener, SystemClock(), settings, info=info)
     async with asyncio.TaskGroup() as tasks:
         keeping = tasks.create_task(opener.run())
-        hearing = [tasks.create_task(event.wait()) for event in (listener.opened, listener.lost)]
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                await asyncio.wait(hearing, return_when=asyncio.FIRST_COMPLETED)
-            if listener.error is not None:
-                raise listener.error
-            yield opener.link, listener
+                await first_of(listener.opened.wait(), listener.lost.wait())
+            refused = listener.error
+            if refused is None:
+                yield opener.link, listener
         finally:
-            for task in (keeping, *hearing):
-                task.cancel()
+            keeping.cancel()
+    if refused is not None:
+        raise refused
 
 
 async def ask(link, body, timeout_s=TIMEOUT_S):

@@ -24,6 +24,7 @@ from headrace.launch.children import start_child, stop_child, wait_ready
 from headrace.launch.redis_server import BundledRedis
 from headrace.launch.sockets import PortClaims
 from headrace.rpc.channel import is_serving
+from headrace.rpc.promises import MeshKeys
 
 WORKERS = {"prefill": "prefill", "decode": "decode", "aggregated": "decode"}
 """Services that compute -> the part of the settings that lists their devices."""
@@ -139,6 +140,11 @@ class Mesh:
         """Where clients connect."""
         return f"{self.plan.host}:{self.plan.port_of('router')}"
 
+    @property
+    def _key_file(self) -> Path:
+        """What promises of room are signed with: as configured, else made at every start of this mesh."""
+        return Path(self.config.mesh.key_file or Path(self.plan.run_directory) / "mesh.key").absolute()
+
     def address(self, name: str) -> str:
         """Where process `decode-0` listens."""
         return f"{self.plan.host}:{self.running[name].plan.port}"
@@ -166,6 +172,8 @@ class Mesh:
             raise ConfigError(text, field="mesh.run_directory") from error
         if self.plan.redis_port is not None:
             self.redis = BundledRedis(self.plan.redis_port, self.plan.host).start()
+        if not self.config.mesh.key_file:
+            MeshKeys.make(self._key_file)
         for process in self.plan.processes:
             self.spawn(process)
         deadline = time.monotonic() + self.config.mesh.start_timeout_s
@@ -248,6 +256,7 @@ class Mesh:
             *self._flags,
             f"registry.url={self.plan.redis_url}",
             f"mesh.run_directory={self.plan.run_directory}",
+            f"mesh.key_file={self._key_file}",
             f"transfer.backend={self.config.transfer.backend}",
             f"model.directory={configuration.model_directory(self.config)}",
             f"engine.num_threads={self._threads_of(process)}",

@@ -8,8 +8,8 @@
 
 Names of spans and their attributes stand in docs/telemetry.md. Every finished span goes to `<service>-<epoch>.jsonl` in the
 trace directory, written by a thread of its own within about 0.2 s and at shutdown; with `telemetry.otlp_endpoint` set spans
-and metrics also go there. Nothing here waits for a disk or a network. Before `setup` every verb is a cheap no-op. Spans are
-always recorded, whatever the sampled flag of an incoming traceparent says.
+and metrics also go there. Nothing here waits for a disk or a network. Before `setup` every verb is a cheap no-op. `span`
+and `emit` always record; the stages of a request come from `record.py`, at its end, when its trace is sampled.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace.protocol.common import BlockLedger, FinishReason, SamplingParams, Stage, TransferBackend, WorkerIdentity
 
@@ -173,9 +174,11 @@ class Stopped:
     state: StopState
 
 
-@dataclass(frozen=True)
-class TokenRecord:
-    """Tokens of one sample in one frame. `logprobs` is None when not asked for; `top` has one tuple per token."""
+class TokenRecord(NamedTuple):
+    """Tokens of one sample in one frame. `logprobs` is None when not asked for; `top` has one tuple per token.
+
+    The one value that is made for every token: a tuple is made several times faster than a frozen dataclass.
+    """
 
     handle: int
     sample_index: int

@@ -17,6 +17,7 @@ from headrace.errors import (
     IncompatiblePeer,
     InternalError,
     InvalidRequest,
+    Overloaded,
     StaleAttempt,
     StaleEpoch,
     Unavailable,
@@ -25,14 +26,15 @@ from headrace.observe import logs
 from headrace.protocol.common import WorkerIdentity, WorkerInfo, WorkerProgress
 from headrace.protocol.link import NEWEST_VERSION, OLDEST_VERSION, LinkHello
 from headrace.rpc.channel import dial
+from headrace.rpc.connection import Connection
+from headrace.rpc.connection import LinkSettings as LinkSettings
 from headrace.rpc.kinds import CATALOGUE_LINK as CATALOGUE_LINK
 from headrace.rpc.kinds import DECODE_LINK as DECODE_LINK
 from headrace.rpc.kinds import PREFILL_LINK as PREFILL_LINK
 from headrace.rpc.kinds import TOKEN_LINK as TOKEN_LINK
 from headrace.rpc.kinds import WRITER_LINK as WRITER_LINK
 from headrace.rpc.kinds import LinkKind as LinkKind
-from headrace.rpc.link import Connection, Link, LinkHandler, outgoing
-from headrace.rpc.link import LinkSettings as LinkSettings
+from headrace.rpc.link import Link, LinkHandler, outgoing
 from headrace.wire.link import hello_from_pb, hello_to_pb
 
 log = logs.get(__name__)
@@ -41,6 +43,8 @@ RESUMABLE = ("CONNECTION_LOST", "LINK_SILENT")
 """Reasons after which a link goes on over another connection; every other one is final."""
 RETRY_BEATS = 0.25
 """Pause between two tries to connect again."""
+MAX_LINKS = 4096
+"""Peers that one server has links to; one more is refused."""
 MAX_LOST_IDS = 1024
 """Ids of lost links that a server remembers, to refuse those who would resume them."""
 
@@ -256,6 +260,8 @@ class LinkServer:
     def _replace(self, older: Link | None, hello: LinkHello) -> Link:
         if older is not None:
             self._lose(older, Unavailable("its process opened another link", reason="LINK_LOST"))
+        elif len(self._by_epoch) >= MAX_LINKS:
+            raise Overloaded(f"{MAX_LINKS} links are open here", reason="TOO_MANY_LINKS", retry_after_s=1.0)
         link = Link(
             self._kind,
             self._kind.from_server,

@@ -7,6 +7,8 @@ nothing is checked: on one host, where nobody else can speak to the processes.
 from __future__ import annotations
 
 import hmac
+import os
+import secrets
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,8 @@ from headrace.wire.decode import promise_from_bytes, promise_to_bytes
 
 MAX_KEYS = 2
 MIN_KEY_BYTES = 16
+KEY_BYTES = 32
+"""Of a key that we make."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,15 @@ class MeshKeys:
     """Keys of the mesh, newest first; at most MAX_KEYS."""
 
     keys: tuple[bytes, ...] = ()
+
+    @classmethod
+    def make(cls, path: Path) -> MeshKeys:
+        """One new key, written to a file that only its owner may read and that was not there or is replaced."""
+        path.unlink(missing_ok=True)
+        keys = cls((secrets.token_bytes(KEY_BYTES),))
+        with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(keys.keys[0].hex() + "\n")
+        return keys
 
     @classmethod
     def load(cls, path: str) -> MeshKeys:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from typing import Any
 
@@ -19,7 +20,9 @@ from google.rpc import error_details_pb2, status_pb2
 
 from headrace import errors
 from headrace.observe.context import request_id_var, traceparent_var
+from headrace.v1 import inference_pb2
 from headrace.wire.common import DEFAULT_TIME_LEFT_S
+from headrace.wire.elements import check_elements
 from headrace.wire.link import MAX_ERROR_TEXT, code_of, error_of
 
 log = logging.getLogger(__name__)
@@ -27,6 +30,12 @@ log = logging.getLogger(__name__)
 DOMAIN = "headrace"
 """Of google.rpc.ErrorInfo."""
 DETAILS_KEY = "grpc-status-details-bin"
+CHECKED = {
+    "/headrace.v1.InferenceService/Generate": functools.partial(
+        check_elements, inference_pb2.GenerateRequest.DESCRIPTOR
+    )
+}
+"""Calls of strangers whose bytes are looked at before they are parsed."""
 _STATUS_BY_CODE = {status.value[0]: status for status in grpc.StatusCode}
 
 
@@ -134,7 +143,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         metadata = dict(handler_call_details.invocation_metadata or ())
-        decode = _tolerant(handler.request_deserializer)
+        decode = _tolerant(handler.request_deserializer, CHECKED.get(handler_call_details.method))
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(
                 _wrap_unary(handler.unary_unary, metadata), decode, handler.response_serializer
@@ -160,22 +169,32 @@ def _enter(metadata: dict[str, Any]) -> None:
 
 
 class _Undecodable:
-    """Stands for a request whose bytes are no message: gRPC itself would answer UNKNOWN and log a traceback."""
+    """Stands for a request that cannot be read: gRPC itself would answer UNKNOWN and log a traceback."""
+
+    def __init__(self, error: errors.InvalidRequest):
+        self.error = error
 
 
-def _tolerant(deserialize):
+def _tolerant(deserialize, check):
+    """`check(data)` looks at the bytes before anything is made of them, and raises InvalidRequest."""
+
     def call(data):
         try:
+            if check is not None:
+                check(data)
             return deserialize(data)
+        except errors.InvalidRequest as error:
+            return _Undecodable(error)
         except Exception:
-            return _Undecodable()
+            text = "request: the bytes are not a message of this call"
+            return _Undecodable(errors.InvalidRequest(text, field="request"))
 
     return call if deserialize is not None else None
 
 
 def _check_decoded(request) -> None:
     if isinstance(request, _Undecodable):
-        raise errors.InvalidRequest("request: the bytes are not a message of this call", field="request")
+        raise request.error
 
 
 def _one_decoded(request):

@@ -37,6 +37,8 @@ class TextStream:
         self._bytes_of = tokenizer.token_bytes
         self._decode = _utf8_decoder("replace").decode
         self._stop = tuple(stop)
+        self.is_plain = not stop
+        """Whether there is no stop string to look for, so that `push_run` may take tokens together."""
         self._overlap = max(map(len, stop), default=1) - 1  # a stop string can begin this many characters back
         self._ready: list[str] = []  # decoded, not yet taken, and too far back to be part of a stop string
         self._tail = ""  # decoded after that
@@ -47,18 +49,15 @@ class TextStream:
             return True
         return self._append(self._decode(self._bytes_of(token_id)))
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether there is no stop string to look for, so that `push_run` may take tokens together."""
-        return not self._stop
-
     def push_run(self, token_ids: Sequence[int]) -> None:
         """Append tokens of a stream without stop strings: the same text as one by one, decoded once."""
-        assert not self._stop
+        assert self.is_plain
         self._ready.append(self._decode(b"".join(map(self._bytes_of, token_ids))))
 
     def take(self) -> str:
         """Everything that may be shown now and was not taken before."""
+        if self.is_plain:
+            return self._take_ready()
         shown = len(self._tail) - self._held_characters()
         self._move_to_ready(shown)
         return self._take_ready()
@@ -93,8 +92,9 @@ class TextStream:
             self._tail = self._tail[count:]
 
     def _take_ready(self) -> str:
-        text = "".join(self._ready)
-        self._ready.clear()
+        ready = self._ready
+        text = ready[0] if len(ready) == 1 else "".join(ready)
+        ready.clear()
         return text
 
     def _held_characters(self) -> int:

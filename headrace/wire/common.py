@@ -101,6 +101,17 @@ def duration_to_pb(seconds: float) -> Duration:
     return Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
 
 
+def set_duration(message: Duration, seconds: float) -> None:
+    """Writes seconds into a Duration that belongs to another message; 0 leaves it present and empty."""
+    nanos = round(seconds * 1e9)
+    if nanos == 0:
+        message.SetInParent()
+    elif 0 < nanos < 1_000_000_000:
+        message.nanos = nanos
+    else:
+        message.FromNanoseconds(nanos)
+
+
 def duration_from_pb(message: Duration) -> float:
     """A protobuf Duration in seconds."""
     return message.seconds + message.nanos * 1e-9
@@ -305,15 +316,24 @@ def block_ledger_from_pb(message: common_pb2.BlockLedger) -> BlockLedger:
 # --- stages and usage ------------------------------------------------------------------------------------------------
 
 
-def stage_to_pb(value: Stage) -> common_pb2.Stage:
-    """One stage."""
-    return common_pb2.Stage(
-        name=value.name,
-        start=duration_to_pb(value.start_s),
-        duration=duration_to_pb(value.duration_s),
-        token_count=value.tokens,
-        byte_count=value.bytes,
-    )
+def stage_to_pb(value: Stage, message: common_pb2.Stage | None = None) -> common_pb2.Stage:
+    """One stage, written into `message` when one is given."""
+    if message is None:
+        message = common_pb2.Stage()
+    message.name = value.name
+    set_duration(message.start, value.start_s)
+    set_duration(message.duration, value.duration_s)
+    if value.tokens:
+        message.token_count = value.tokens
+    if value.bytes:
+        message.byte_count = value.bytes
+    return message
+
+
+def add_stages(messages: Any, stages: Sequence[Stage]) -> None:
+    """Appends stages to a repeated field, in place: there are some twenty a request."""
+    for stage in stages:
+        stage_to_pb(stage, messages.add())
 
 
 def stage_from_pb(message: common_pb2.Stage) -> Stage:

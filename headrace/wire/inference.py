@@ -5,12 +5,12 @@ from __future__ import annotations
 from headrace.protocol import inference as p
 from headrace.v1 import inference_pb2
 from headrace.wire.common import (
+    add_stages,
     duration_from_pb,
-    duration_to_pb,
     finish_reason_from_pb,
     sampling_given,
     sampling_given_to_pb,
-    stage_to_pb,
+    set_duration,
     stages_from_pb,
     usage_from_pb,
     usage_to_pb,
@@ -60,16 +60,20 @@ def _token_logprob_to_pb(value: p.TokenLogprob) -> inference_pb2.TokenLogprob:
     return inference_pb2.TokenLogprob(token_id=value.token_id, logprob=value.logprob, top=top)
 
 
-def _delta_to_pb(value: p.SampleDelta) -> inference_pb2.SampleDelta:
-    return inference_pb2.SampleDelta(
+def _add_delta(message: inference_pb2.GenerateResponse, value: p.SampleDelta) -> None:
+    """One delta. Made for every token of the public stream: what is not set in most of them is not touched."""
+    delta = message.deltas.add(
         sample_index=value.sample_index,
         first_position=value.first_position,
         token_ids=value.token_ids,
         text=value.text,
-        logprobs=[_token_logprob_to_pb(entry) for entry in value.logprobs],
-        finish_reason=int(value.finish_reason),  # type: ignore[arg-type]
-        matched_stop=value.matched_stop,
     )
+    if value.logprobs:
+        delta.logprobs.extend([_token_logprob_to_pb(entry) for entry in value.logprobs])
+    if value.finish_reason:
+        delta.finish_reason = int(value.finish_reason)  # type: ignore[assignment]
+    if value.matched_stop:
+        delta.matched_stop = value.matched_stop
 
 
 def _delta_from_pb(message: inference_pb2.SampleDelta) -> p.SampleDelta:
@@ -87,23 +91,21 @@ def _delta_from_pb(message: inference_pb2.SampleDelta) -> p.SampleDelta:
     )
 
 
+def _set_final(message: inference_pb2.FinalSummary, value: p.FinalSummary) -> None:
+    message.usage.CopyFrom(usage_to_pb(value.usage))
+    add_stages(message.stages, value.stages)
+    message.seed, message.trace_id = value.seed, value.trace_id
+    set_duration(message.time_to_first_token, value.time_to_first_token_s)
+    set_duration(message.duration, value.duration_s)
+
+
 def generate_event_to_pb(value: p.GenerateEvent) -> inference_pb2.GenerateResponse:
     """A part of an answer."""
-    message = inference_pb2.GenerateResponse(
-        request_id=value.request_id, deltas=[_delta_to_pb(delta) for delta in value.deltas]
-    )
+    message = inference_pb2.GenerateResponse(request_id=value.request_id)
+    for delta in value.deltas:
+        _add_delta(message, delta)
     if value.final is not None:
-        final = value.final
-        message.final.CopyFrom(
-            inference_pb2.FinalSummary(
-                usage=usage_to_pb(final.usage),
-                stages=[stage_to_pb(stage) for stage in final.stages],
-                seed=final.seed,
-                trace_id=final.trace_id,
-                time_to_first_token=duration_to_pb(final.time_to_first_token_s),
-                duration=duration_to_pb(final.duration_s),
-            )
-        )
+        _set_final(message.final, value.final)
     return message
 
 

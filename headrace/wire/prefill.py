@@ -6,6 +6,7 @@ from headrace.errors import HeadraceError
 from headrace.protocol import prefill as p
 from headrace.v1 import prefill_pb2
 from headrace.wire.common import (
+    add_stages,
     block_ledger_from_pb,
     block_ledger_to_pb,
     finish_reason_from_pb,
@@ -15,7 +16,6 @@ from headrace.wire.common import (
     pack_ids,
     sampling_from_pb,
     sampling_to_pb,
-    stage_to_pb,
     stages_from_pb,
     time_left_from_pb,
     unpack_ids,
@@ -120,8 +120,9 @@ def first_tokens_from_pb(message: prefill_pb2.FirstTokens) -> p.FirstTokens:
 
 def committed_to_pb(value: p.Committed) -> prefill_pb2.Committed:
     """The attempt is done."""
-    stages = [stage_to_pb(stage) for stage in value.stages]
-    return prefill_pb2.Committed(pushed_byte_count=value.pushed_bytes, stages=stages)
+    message = prefill_pb2.Committed(pushed_byte_count=value.pushed_bytes)
+    add_stages(message.stages, value.stages)
+    return message
 
 
 def committed_from_pb(message: prefill_pb2.Committed) -> p.Committed:

@@ -58,7 +58,7 @@ async def assemble(
         stop_writer=writers.stop,
         faults=start.faults(),
     )
-    settings = LinkSettings.from_beat(config.links.beat_s)
+    settings = LinkSettings.from_beat(config.links.beat_s, config.links.max_queued_bytes)
     async with (
         Decoder.open(
             config.decode,

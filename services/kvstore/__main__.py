@@ -27,7 +27,7 @@ async def main(start: Start) -> None:
         KvStore.open(index) as core,
         asyncio.TaskGroup() as tasks,
     ):
-        links = worker_links(core, own, start.clock, LinkSettings.from_beat(config.links.beat_s), tasks)
+        links = worker_links(core, own, start.clock, LinkSettings.from_beat(config.links.beat_s, config.links.max_queued_bytes), tasks)
         background = [tasks.create_task(work) for work in (follow_restarts(registry, core), links.run())]
         server, _ = await start.listen(register(core, links), [SERVICE])
         await serve(start, server, registry, {}, core.drain)

@@ -70,7 +70,7 @@ async def assemble(
 ) -> AsyncIterator[Opened]:
     """The rank over any engine that takes jobs as `batcher`, whose rows `rows` and `source` know how to read and to move."""
     config, clock, faults = start.config, start.clock, start.faults()
-    settings = LinkSettings.from_beat(config.links.beat_s)
+    settings = LinkSettings.from_beat(config.links.beat_s, config.links.max_queued_bytes)
 
     def writer_link(decode: WorkerIdentity, handler: LinkHandler) -> LinkOpener:
         return LinkOpener(WRITER_LINK, decode.address, info.identity, decode.epoch, handler, clock, settings, info=info)

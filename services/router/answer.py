@@ -112,30 +112,31 @@ class AnswerBuilder:
 
     def take(self) -> tuple[SampleDelta, ...]:
         """Deltas that are due now."""
-        if self._final_only and not self.finished:
+        if self._final_only and self._running:
             return ()
-        return tuple([self._delta(i, x) for i, x in enumerate(self._samples) if self._is_due(x)])
+        samples = self._samples
+        if len(samples) == 1:
+            return (self._delta(0, samples[0]),) if self._is_due(samples[0]) else ()
+        return tuple([self._delta(index, sample) for index, sample in enumerate(samples) if self._is_due(sample)])
 
     def _is_due(self, sample: _Sample) -> bool:
         if sample.reason:
             return not sample.closed
-        unsent = len(sample.ids) - sample.sent
-        return unsent >= self._interval or (unsent > 0 and sample.sent == 0)
+        sent = sample.sent
+        unsent = len(sample.ids) - sent
+        return unsent >= self._interval or (unsent > 0 and sent == 0)
 
     def _delta(self, index: int, sample: _Sample) -> SampleDelta:
-        ended = bool(sample.reason)
-        delta = SampleDelta(
-            sample_index=index,
-            first_position=sample.sent,
-            token_ids=tuple(sample.ids[sample.sent :]),
-            text=sample.text.finish() if ended else sample.text.take(),
-            logprobs=tuple(sample.logprobs),
-            finish_reason=sample.reason,
-            matched_stop=(sample.text.matched_stop or "") if ended else "",
-        )
-        sample.sent, sample.closed = len(sample.ids), ended
+        ids, first = sample.ids, sample.sent
+        sample.sent = len(ids)
+        if not sample.reason and not sample.logprobs:
+            return SampleDelta(index, first, tuple(ids[first:]), sample.text.take())
+        ended = sample.closed = bool(sample.reason)
+        text = sample.text.finish() if ended else sample.text.take()
+        logprobs = tuple(sample.logprobs)
         sample.logprobs.clear()
-        return delta
+        matched = (sample.text.matched_stop or "") if ended else ""
+        return SampleDelta(index, first, tuple(ids[first:]), text, logprobs, sample.reason, matched)
 
     def _close(self, sample: _Sample, reason: FinishReason) -> None:
         if not sample.reason:

@@ -245,9 +245,11 @@ class Attempt:
 
     def on_frame_end(self) -> None:
         """Ends the attempt when everything has been said; sends what is due otherwise."""
-        if not self._ended and self._answer.finished:
+        if self._ended:
+            return
+        if self._answer.finished:
             self._look_at_end()
-        elif not self._ended and self._committed and (self.place.decode is None or not self.intake.open_ends):
+        elif self._committed and (self.place.decode is None or not self.intake.open_ends):
             error = InternalError("prefill and decode are done and a sample has no end", reason="NO_END")
             self._end(LostAttempt(error, prefill=True))
         if not self._ended:
@@ -267,7 +269,7 @@ class Attempt:
         except HeadraceError as error:
             self._end(LostAttempt(error))
             return
-        if self._committed and self.place.decode is not None and not self._answer.finished:
+        if self._answer.cut_samples and self._committed and self.place.decode is not None and not self._answer.finished:
             if cut := self.intake.take_cut():  # when no sample goes on, the attempt's end tells decode
                 self._release(cut)
 

@@ -7,6 +7,7 @@ serves there now, so that a restarted rank is found also while the registry is b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from headrace.clock import Clock
@@ -22,6 +23,7 @@ log = logs.get(__name__)
 
 ROLES = (WorkerRole.PREFILL, WorkerRole.DECODE)
 MAX_DEAD = 1024
+FLUSH_LOOK_S = 0.005
 _faults = telemetry.counter("headrace.router.worker_faults")
 
 
@@ -58,6 +60,7 @@ class Fleet:
         self.no_pair = asyncio.Event()
         self.no_pair.set()
         self.had_pair = False
+        self._capacity: Capacity | None = None
         """Whether there has ever been one."""
 
     # --- what others ask -----------------------------------------------------------------------------------------------------
@@ -83,6 +86,11 @@ class Fleet:
 
     def capacity(self) -> Capacity:
         """What the ranks that are ready could hold. Raises Unavailable when there is no pair."""
+        if self._capacity is None:
+            self._capacity = self._measure()
+        return self._capacity
+
+    def _measure(self) -> Capacity:
         prefills = [x.info for x in self.prefills() if x.is_ready and x.info]
         decodes = [x.info for x in self.decodes() if x.is_ready and x.info]
         if not prefills or not decodes:
@@ -175,6 +183,7 @@ class Fleet:
 
     def changed(self) -> None:
         """Tells those who wait for a pair, or for its absence, and those who wait for room."""
+        self._capacity = None
         decodes = {x.fingerprint for x in self.decodes() if x.is_ready}
         has_pair = any(x.is_ready and x.fingerprint in decodes for x in self.prefills())
         (self.has_pair if has_pair else self.no_pair).set()
@@ -185,9 +194,10 @@ class Fleet:
 
     async def close(self, within_s: float) -> None:
         """Ends every link, once what was released has arrived; waits for that at most `within_s`."""
-        until = self._clock.now() + within_s
-        while self._clock.now() < until and not all(rank.links.is_flushed for rank in self._ranks.values()):
-            await asyncio.sleep(0.005)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while not all(rank.links.is_flushed for rank in self._ranks.values()):
+                    await asyncio.sleep(FLUSH_LOOK_S)
         for rank in self.ranks():
             self._drop(rank, Unavailable("the router stops", reason="LINK_LOST"))
 
@@ -223,7 +233,7 @@ class Fleet:
             return
         if info.identity.epoch != rank.identity.epoch and not self._rename(rank, info.identity):
             return
-        rank.info = info
+        rank.learn(info)
         self.news.set()
         self.changed()
 
@@ -255,15 +265,19 @@ class Fleet:
         """Its links are gone. Another epoch at its address means that it has ended; else it is dialled again."""
         if self._ranks.get((rank.role, rank.identity)) is not rank or rank.state is RankState.LOST:
             return
-        log.warning("links lost", role=role_name(rank.role), address=rank.identity.address, reason=error.reason)
+        was_open, rank.was_open = rank.was_open, False
+        if was_open:
+            where = {"role": role_name(rank.role), "address": rank.identity.address}
+            log.warning("links lost", **where, reason=error.reason, detail=error.message)
         if error.reason == StaleEpoch.reason and rank.identity.epoch:
             role, address = rank.role, rank.identity.address
             self._bury(rank)
             if all(x.role is not role or x.identity.address != address for x in self._ranks.values()):
                 self._replace(role, WorkerIdentity(address, ""))
         else:
-            self.suspect(rank, error)
-            rank.why = rank.why or f"{error.reason}: {error.message}"
+            rank.why = f"{error.reason}: {error.message}"
+            if was_open:
+                self.suspect(rank, error)
             rank.check_at = self._clock.now() + rank.backoff_s
             rank.backoff_s = min(2 * rank.backoff_s, MAX_BACKOFF_S)
         self.changed()

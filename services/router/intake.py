@@ -80,6 +80,8 @@ class TokenIntake:
 
     def take_cut(self) -> Sequence[int]:
         """Samples that a stop string has ended since this was last asked; decode must be told."""
+        if len(self._answer.cut_samples) == self._told_cut:
+            return ()
         cut = self._answer.cut_samples[self._told_cut :]
         self._told_cut += len(cut)
         self.open_ends.difference_update(cut)

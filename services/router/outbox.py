@@ -8,16 +8,14 @@ from collections import deque
 from headrace.errors import HeadraceError, Overloaded
 from headrace.protocol.inference import GenerateEvent
 
-_EVENT_BYTES, _DELTA_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES, _TOP_BYTES = 64, 32, 4, 16, 12
+_EVENT_BYTES, _DELTA_BYTES, _TOKEN_BYTES, _CHARACTER_BYTES, _LOGPROB_BYTES, _TOP_BYTES = 64, 32, 4, 4, 16, 12
 
 
 def event_bytes(event: GenerateEvent) -> int:
-    """About what a message takes on the wire; never less than what its text, ids and log-probabilities do."""
+    """What a message takes on the wire at most, nearly: text counts as if every character took four bytes."""
     size = _EVENT_BYTES
     for delta in event.deltas:
-        size += _DELTA_BYTES + _TOKEN_BYTES * len(delta.token_ids) + len(delta.text)
-        if not delta.text.isascii():
-            size += 3 * len(delta.text)
+        size += _DELTA_BYTES + _TOKEN_BYTES * len(delta.token_ids) + _CHARACTER_BYTES * len(delta.text)
         if delta.logprobs:
             size += sum([_LOGPROB_BYTES + _TOP_BYTES * len(x.top) for x in delta.logprobs])
     return size
@@ -41,7 +39,8 @@ class Outbox:
         size = event_bytes(event)
         self._events.append((event, size))
         self.unread_bytes += size
-        self._wake()
+        if self._reader is not None:
+            self._wake()
 
     def close(self, last: GenerateEvent | None = None, error: HeadraceError | None = None) -> None:
         """No more messages but `last`; what was put is still read, then `error` is raised. Only the first close counts."""
@@ -68,5 +67,6 @@ class Outbox:
             await self._reader
 
     def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():
+            reader.set_result(None)

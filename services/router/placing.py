@@ -169,7 +169,7 @@ class Placing:
     ) -> Place | None:
         """The best place now, booked, or None. Ranks in `avoid` come last; `keep` is the decode rank to stay on."""
         decodes = [x for x in self._ranks.decodes() if x.is_ready and _holds(x, need)]
-        kept = [x for x in decodes if x is keep and x.identity not in avoid]
+        kept = [keep] if keep is not None and keep in decodes and keep.identity not in avoid else []
         partners = self._partners(kept or decodes, need)
         candidates = _prefill_candidates(partners, keys, avoid)
         chosen = choose_prefill(candidates, need.num_tokens, reserve_ahead_tokens)

@@ -19,15 +19,16 @@ _RANGES = {
     "logprobs": (0, 20),
 }
 
+_NAMES = frozenset(entry.name for entry in dataclasses.fields(SamplingParams))
+
 
 def check_sampling(given: dict[str, object], vocabulary_size: int) -> None:
     """Raises InvalidRequest naming the field as `sampling.<name>`; None stands for "not given"."""
-    names = {entry.name for entry in dataclasses.fields(SamplingParams)}
-    for name in given:
-        need(name in names, f"sampling.{name}", "is unknown")
-    for name, (low, high) in _RANGES.items():
-        if given.get(name) is not None:
-            need(low <= given[name] <= high, f"sampling.{name}", f"= {given[name]} must be {low} to {high}")  # type: ignore[operator]
+    for name, value in given.items():
+        need(name in _NAMES, f"sampling.{name}", "is unknown")
+        if value is not None and name in _RANGES:
+            low, high = _RANGES[name]
+            need(low <= value <= high, f"sampling.{name}", f"= {value} must be {low} to {high}")  # type: ignore[operator]
     _check_open_range(given, "top_p", lambda x: 0.0 < x <= 1.0, "(0, 1]")
     _check_open_range(given, "min_p", lambda x: 0.0 <= x < 1.0, "[0, 1)")
     _check_open_range(given, "repetition_penalty", lambda x: 0.01 <= x <= 10.0, "[0.01, 10]")
@@ -41,6 +42,8 @@ def _check_open_range(given: dict[str, object], name: str, inside: Callable, wan
 
 
 def _check_lists(given: dict[str, object], vocabulary_size: int) -> None:
+    if not {"stop", "stop_token_ids", "logit_bias"} & given.keys():
+        return
     stops: tuple[int, ...] = tuple(given.get("stop_token_ids") or ())  # type: ignore[arg-type]
     texts: tuple[str, ...] = tuple(given.get("stop") or ())  # type: ignore[arg-type]
     bias: tuple[tuple[int, float], ...] = tuple(given.get("logit_bias") or ())  # type: ignore[arg-type]

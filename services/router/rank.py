@@ -63,6 +63,9 @@ class RankView:
         self._clock, self._observer = clock, observer
         self.links: RankLinks
         self.info: WorkerInfo | None = None
+        self.fingerprint = ""
+        """Of its KV layout; empty before it has answered, as the next two are 0."""
+        self.num_blocks = self.block_size = 0
         self.state = RankState.NEW
         self.why = ""
         self.in_flight = self.queued_tokens = self.booked_blocks = 0
@@ -71,7 +74,7 @@ class RankView:
         self.held = HeldKeys()
         self.legs: set[PrefillLeg] = set()
         self.faults = 0
-        self.checking = False
+        self.checking = self.was_open = False
         self.check_at = 0.0
         self.backoff_s = FIRST_BACKOFF_S
         self._moved_at = clock.now()
@@ -83,6 +86,15 @@ class RankView:
         self._moved_at = self._clock.now()
         self.links = RankLinks(self.role, self.identity, dialer, tasks, self)
 
+    def learn(self, info: WorkerInfo) -> None:
+        """It has answered."""
+        self.info, self.was_open = info, True
+        self.fingerprint, self.num_blocks, self.block_size = (
+            info.layout.fingerprint,
+            info.block_count,
+            info.layout.block_size,
+        )
+
     # --- how it is -------------------------------------------------------------------------------------------------------
 
     @property
@@ -93,8 +105,11 @@ class RankView:
     @property
     def can_serve(self) -> bool:
         """Whether it may be sent anything at all: connected, taking work, and not stuck."""
-        progress = self.progress
-        return self.links.is_open and (progress is None or progress.serving) and not self.is_stalled
+        links = self.links
+        if not links.is_open:
+            return False
+        progress = links.commands.progress
+        return progress is None or (progress.serving and (not progress.pending_steps or not self.is_stalled))
 
     @property
     def is_ready(self) -> bool:
@@ -108,21 +123,6 @@ class RankView:
         if progress is None or not progress.pending_steps or progress.pause_reason:
             return False
         return self._clock.now() - self._moved_at > STALL_AFTER_S
-
-    @property
-    def fingerprint(self) -> str:
-        """Of its KV layout; empty before it has answered."""
-        return self.info.layout.fingerprint if self.info is not None else ""
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in its pool; 0 before it has answered."""
-        return self.info.block_count if self.info is not None else 0
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in a block; 0 before it has answered."""
-        return self.info.layout.block_size if self.info is not None else 0
 
     @property
     def moved_count(self) -> tuple[int, int]:

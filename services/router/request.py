@@ -198,10 +198,9 @@ class Request:
 
     def publish(self) -> None:
         """Sends what is due. Raises Overloaded when the reader has stalled."""
-        answer = self.answer
-        if answer.num_tokens:
+        if self.answer.num_tokens:
             self._report.has_tokens()
-        if not self._command.final_only and (deltas := answer.take()):
+        if not self._command.final_only and (deltas := self.answer.take()):
             self.outbox.put(GenerateEvent(self.display_id, deltas))
 
     def may_leave_broken_prefill(self, attempt: Attempt) -> bool:

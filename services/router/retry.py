@@ -31,7 +31,7 @@ POLL_S = 0.05
 """How often a request that has no place to go looks again."""
 RETRY_WAIT_S = 60.0
 """How long a request without tokens waits for ranks to come back, within its deadline."""
-_DEATHS = frozenset({"LINK_LOST", "ENGINE_DEAD", "ENGINE_STALLED", "STALLED"})
+_DEATHS = frozenset({"LINK_LOST", "ENGINE_FAILED", "FORWARD_FAILED"})
 _ONLY_PREFILL = frozenset({"LINK_LOST", "LINK_BROKEN", "DRAINING", "STARTING", "STOPPING"})
 """Reasons that a prefill rank, or the link to it, gives for itself alone."""
 
@@ -106,7 +106,7 @@ class Retries:
         """The error that ends the request, or None: there may be another attempt. `has_other`: another rank could take the lost
         part."""
         error = lost.error
-        if error.reason == "READER_STALLED":
+        if error.reason == "READER_STALLED" and not lost.prefill and not lost.decode:  # our client, not ourselves
             return error
         if self._deaths >= MAX_DEATHS:
             text = f"{self._deaths} engines died or stalled under this request: {error.message}"

@@ -25,6 +25,7 @@ from headrace.protocol.decode import (
 )
 from headrace.protocol.link import Done
 from headrace.protocol.prefill import Committed, FirstTokens, PrefillCommand
+from headrace.rpc import links as links_module
 from headrace.rpc.links import DECODE_LINK, PREFILL_LINK, TOKEN_LINK, WRITER_LINK, LinkOpener, LinkSettings
 from tests.link_fakes import OPENER, SERVER, MemoryLinks, Recorder, in_loop
 
@@ -266,6 +267,22 @@ async def test_a_new_link_of_the_same_epoch_replaces_the_older_one():
         await pair.settle()
         assert older.is_lost and pair.server is not older and again.told == ["open"]
         assert pair.at_opener.lost is not None and pair.at_opener.lost.reason == "LINK_LOST"
+
+
+@in_loop
+async def test_a_server_has_a_bounded_number_of_links(monkeypatch):
+    monkeypatch.setattr(links_module, "MAX_LINKS", 1)
+    async with MemoryLinks.open() as links:
+        pair = await links.connect(WRITER_LINK)
+        one_more = Recorder()
+        own = WorkerIdentity("127.0.0.1:3", "f" * 16)
+        opener = LinkOpener(
+            WRITER_LINK, SERVER.address, own, "", one_more, links.clock, LinkSettings(), dial=links.dial
+        )
+        links.run(opener.run())
+        await pair.settle()
+        assert one_more.lost is not None and one_more.lost.reason == "TOO_MANY_LINKS"
+        assert pair.opener.is_open
 
 
 @in_loop

@@ -214,7 +214,7 @@ def test_a_snapshot_comes_with_every_new_link_and_changes_after_it():
 
         class Nobody:
             def on_rank_open(self, rank, info):
-                rank.info = info
+                rank.learn(info)
 
             def on_rank_broken(self, rank): ...
 
@@ -261,7 +261,8 @@ def _rank(progress: WorkerProgress | None = None) -> tuple[RankView, FakeClock]:
 
     clock, fake = FakeClock(), FakeMesh().decodes[0]
     rank = RankView(WorkerRole.DECODE, fake.identity, clock, Nobody())  # type: ignore[arg-type]
-    rank.info, rank.state, rank.links = fake.info, RankState.READY, Open()  # type: ignore[assignment]
+    rank.learn(fake.info)
+    rank.state, rank.links = RankState.READY, Open()  # type: ignore[assignment]
     return rank, clock
 
 

@@ -13,12 +13,17 @@ from pathlib import Path
 import pytest
 
 from headrace.client import AsyncClient
+from headrace.clock import Deadline, SystemClock
 from headrace.errors import HeadraceError
 from headrace.launch.children import start_child, stop_child, wait_ready
 from headrace.launch.redis_server import BundledRedis
 from headrace.model.weights.random_checkpoint import write_random_checkpoint
 from headrace.protocol.common import WorkerIdentity
+from headrace.protocol.kvstore import PublishCommand
+from headrace.protocol.link import Done
 from headrace.rpc.clients import Peers, RouterClient
+from headrace.rpc.links import CATALOGUE_LINK, LinkOpener, LinkSettings
+from tests.link_fakes import Recorder
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
@@ -89,12 +94,22 @@ def services(tmp_path_factory, tiny_directory):
                 service.child.stdout.close()
 
 
+async def publish(address: str, worker: WorkerIdentity, keys: tuple[bytes, ...]) -> None:
+    """What a worker says over its catalogue link."""
+    clock = SystemClock()
+    opener = LinkOpener(CATALOGUE_LINK, address, worker, "", Recorder(), clock, LinkSettings())
+    async with asyncio.TaskGroup() as tasks:
+        keeping = tasks.create_task(opener.run())
+        assert await opener.link.ask(PublishCommand(keys, 30.0), Deadline.after(clock, 5.0)) == Done()
+        keeping.cancel()
+
+
 async def use(running: dict[str, Running]) -> None:
     """Every kind of work a control-plane process can do without workers, so that nothing is left unloaded."""
     peers = Peers()
     store, worker = peers.kvstore(running["kvstore"].address), WorkerIdentity("a:1", "e1")
-    keys = [f"{number:032x}" for number in range(2000)]
-    await store.publish(worker, keys, 30.0, 5.0)
+    keys = tuple(number.to_bytes(16, "big") for number in range(2000))
+    await publish(running["kvstore"].address, worker, keys)
     assert (await store.lookup(keys, 5.0))[0].num_blocks == len(keys)
     await RouterClient(peers.channel(running["router"].address)).ledger()
     await peers.close()

@@ -73,10 +73,9 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def served(write_rows=None, settings=SETTINGS, **options):
-    async with decode_rank(connected=False, clock=SystemClock(), **options) as rank:
-        writers = Writers(SystemClock())
-        rank.collaborators.stop_writer = writers.stop
-        rank.collaborators.sign = signed
+    clock = SystemClock()
+    writers = Writers(clock)
+    async with decode_rank(connected=False, clock=clock, sign=signed, stop_writer=writers.stop, **options) as rank:
         async with DecodeLinks.open(rank.core, writers, SystemClock(), settings) as links:
             register = server.register(rank.core, links, write_rows)
             grpc_server = await servers.start_server("127.0.0.1", 0, register, (server.SERVICE,))
