@@ -14,7 +14,7 @@ BUF_STAMP := tests/buf/node_modules/.package-lock.json
 BUF := tests/buf/node_modules/.bin/buf
 WITH_NPM := $(shell command -v npm 2>/dev/null)
 
-.PHONY: run test test-full install install-test install-gpu transfer-library protos protos-baseline buf golden llama lint clean
+.PHONY: run test test-full install install-test install-gpu transfer-library protos protos-baseline buf golden llama routers lint clean
 
 run: install
 	@$(BIN)/headrace demo
@@ -91,8 +91,13 @@ llama:
 	@test -x .venv-llama/bin/python || $(PYTHON) -m venv .venv-llama
 	@.venv-llama/bin/python -m pip install --quiet -r bench/requirements-llama.txt
 
+# The rivals of `headrace bench stream`, likewise.
+routers:
+	@test -x .venv-routers/bin/python || $(PYTHON) -m venv .venv-routers
+	@.venv-routers/bin/python -m pip install --quiet -r bench/requirements-routers.txt
+
 lint: install-test
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 clean:
-	rm -rf .venv .venv-golden .venv-llama tests/buf/node_modules build *.egg-info
+	rm -rf .venv .venv-golden .venv-llama .venv-routers tests/buf/node_modules build *.egg-info

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,6 +79,34 @@ def mesh(
         progress=_progress(),
     )
     print(json.dumps(result, indent=None if as_json else 2))
+
+
+@app.command("stream")
+def stream(
+    as_json: options.Json = False,
+    keep: Keep = None,
+    quick: Annotated[
+        bool, typer.Option(help="Every part, a few hundred requests: the figures are not steady.")
+    ] = False,
+    requests: Annotated[int, typer.Option(help="Requests a point. 0: as planned.")] = 0,
+    rivals: Annotated[bool, typer.Option(help="Also measure the routers of `make routers`.")] = True,
+) -> None:
+    """What a request and a token cost each process, with mock engines, beside a bare gRPC stream and other routers."""
+    from bench.stream import run as measure
+    from bench.stream.plan import QUICK, Plan
+
+    plan = QUICK if quick else Plan()
+    plan = dataclasses.replace(plan, requests=requests or plan.requests)
+    result = measure.run(plan, with_rivals=rivals, progress=_progress(), keep=keep)
+    if as_json:
+        print(json.dumps(result))
+        return
+    costs = [{"process": name} | _flat(cost) for name, cost in result["processes"].items()]
+    columns = ("us_per_request", *(f"us_per_token at {interval}" for interval in plan.intervals), "residual")
+    _show("CPU of each process", ("process", *columns), costs)
+    _show("routers in Rust", ("name", *columns, "why_not"), [_flat(rival) for rival in result["rivals"]])
+    _show("goals", ("name", "measured", "goal", "unit", "met"), result["goals"])
+    print(json.dumps({name: result[name] for name in ("host", "floor", "first_token", "streams_1024")}, indent=2))
 
 
 @app.command("transfer")
@@ -169,6 +198,11 @@ def _interpreters(names: Sequence[str] | None) -> dict[str, Path]:
     return {name: python for name, python in found.items() if python is not None}
 
 
+def _flat(cost: dict[str, Any]) -> dict[str, Any]:
+    """A cost with a column for each interval."""
+    return cost | {f"us_per_token at {interval}": us for interval, us in cost.get("us_per_token", {}).items()}
+
+
 def _progress():
     return Console(stderr=True, highlight=False).print
 
@@ -198,6 +232,8 @@ def _show(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]]) ->
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return "" if value is None else str(value)
