@@ -22,6 +22,7 @@ def check(config: Config) -> None:
         ("prefill.groups", config.prefill.groups),
         ("decode.groups", config.decode.groups),
         ("decode.request_credit_bytes", config.decode.request_credit_bytes),
+        ("router.processes", config.router.processes),
         ("router.stream_interval", config.router.stream_interval),
         ("router.max_attempts", config.router.max_attempts),
     ):

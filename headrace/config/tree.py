@@ -133,8 +133,10 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """One router process."""
+    """The routers."""
 
+    processes: int = 1
+    """Router processes that share one port (SO_REUSEPORT): Python computes on one core a process. Each has its own queue and links."""
     port: int = 0
     """0: from the plan."""
     default_deadline_s: float = 120.0

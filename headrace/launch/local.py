@@ -76,7 +76,7 @@ def plan(config: Config, *, aggregated: bool = False, claims: PortClaims | None 
 
 
 def _plan(config: Config, aggregated: bool, claims: PortClaims) -> MeshPlan:
-    ranks = [("router", 1), ("kvstore", 1)]
+    ranks = [("router", config.router.processes), ("kvstore", 1)]
     if aggregated:
         ranks.append(("aggregated", configuration.num_ranks(config.decode)))
     else:
@@ -85,11 +85,11 @@ def _plan(config: Config, aggregated: bool, claims: PortClaims) -> MeshPlan:
     def next_port() -> int:
         return claims.take(config.mesh.host, config.mesh.base_port)
 
-    processes = []
+    processes: list[ProcessPlan] = []
     for service, count in ranks:
         for rank in range(count):
-            port = config.router.port if service == "router" and config.router.port else next_port()
-            processes.append(ProcessPlan(service, rank, port))
+            shared = config.router.port or (processes[0].port if processes else 0) if service == "router" else 0
+            processes.append(ProcessPlan(service, rank, shared or next_port()))
     redis_port = None if config.registry.url else next_port()
     return MeshPlan(
         mesh=config.mesh.name,

@@ -41,7 +41,8 @@ async def main(start: Start) -> None:
                 claims=registry,
             )
         )
-        server, _ = await start.listen(register(router, config.router.default_deadline_s), SERVICES)
+        doors = register(router, config.router.default_deadline_s)
+        server, _ = await start.listen(doors, SERVICES, share_port=config.router.processes > 1)
         stack.push_async_callback(server.stop, None)
         details = {"rank": start.rank, "model": checkpoint.name}
         await registry.announce("router", identity, details, shares_address=True)

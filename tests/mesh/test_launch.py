@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from headrace import config as configuration
+from headrace.client import Client
+from headrace.launch.children import stop_child
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_RESIDENT_MB = 150
@@ -297,3 +299,20 @@ def test_workers_of_one_host_wait_for_their_threads_without_spinning(mesh):
 def test_every_process_of_a_mesh_runs_the_code_of_this_checkout(mesh):
     checkout = Path(__file__).resolve().parents[2]
     assert {Path(f"/proc/{one.child.pid}/cwd").resolve() for one in mesh.running.values()} == {checkout}
+
+
+def test_two_router_processes_share_a_port_and_the_other_serves_when_one_dies(start_mesh):
+    with start_mesh("router.processes=2") as mesh:
+        assert mesh.running["router-0"].plan.port == mesh.running["router-1"].plan.port
+        right = mesh.ask("Once upon a time", max_tokens=6, temperature=0.0)
+
+        def answers(count: int) -> list[str]:
+            texts = []
+            for _ in range(count):
+                with Client(mesh.router_address) as client:  # a connection of its own: the kernel picks the process
+                    texts.append(client.generate("Once upon a time", max_tokens=6, temperature=0.0).text)
+            return texts
+
+        assert answers(12) == [right.text] * 12
+        stop_child(mesh.running["router-1"].child, 0.0)
+        assert answers(8) == [right.text] * 8
