@@ -33,7 +33,7 @@ from tests.link_fakes import OPENER, SERVER, Recorder, in_loop
 from tests.tcp_proxy import TcpProxy
 
 CLOCK = SystemClock()
-QUICK = LinkSettings.from_beat(0.1)
+QUICK = LinkSettings.from_beat(0.25)  # a busy host stands still for a third of a second now and then
 SLOW = LinkSettings.from_beat(1.0)
 
 
@@ -146,7 +146,7 @@ async def refused_hello(address: str, **changes: object) -> tuple[HeadraceError,
     hello.oldest_version = hello.newest_version = NEWEST_VERSION
     hello.sender.address, hello.sender.epoch = OPENER.address, OPENER.epoch
     hello.receiver_epoch, hello.link_id = SERVER.epoch, "a" * 16
-    hello.beat_interval.FromMilliseconds(100)
+    hello.beat_interval.FromMilliseconds(250)
     for name, value in changes.items():
         setattr(hello, name, value)
     async with grpc.aio.insecure_channel(address) as channel:
@@ -177,7 +177,7 @@ async def test_a_newer_side_that_still_speaks_our_version_is_served():
         hello = message.header.hello
         hello.oldest_version, hello.newest_version = OLDEST_VERSION, NEWEST_VERSION + 5
         hello.sender.address, hello.sender.epoch, hello.link_id = OPENER.address, OPENER.epoch, "a" * 16
-        hello.beat_interval.FromMilliseconds(100)
+        hello.beat_interval.FromMilliseconds(250)
         async with grpc.aio.insecure_channel(m.address) as channel:
             call = decode_pb2_grpc.DecodeServiceStub(channel).OpenDecodeLink(timeout=5)
             await call.write(message)
@@ -261,7 +261,7 @@ async def test_silence_is_found_after_three_beats_and_the_link_goes_on():
         begun = CLOCK.now()
         waiting = m.tasks.create_task(opener.link.ask(BeginCommand("r"), soon()))
         await until(lambda: not opener.link.is_open, "the opener finds silence")
-        assert 0.15 < CLOCK.now() - begun < 3.0
+        assert 2 * QUICK.beat_s < CLOCK.now() - begun < 5.0
         at_server = m.served.at[WRITER_LINK]
         await until(lambda: "broken" in at_server.told, "the server finds silence")
         m.proxy.thaw()
@@ -315,7 +315,7 @@ async def test_a_token_link_that_nobody_reads_delays_no_command_and_is_lost_with
         begun = CLOCK.now()
         for index in range(20):
             await commands.link.ask(ReleaseCommand(f"q{index}", 1), soon())
-        assert CLOCK.now() - begun < 1.5
+        assert CLOCK.now() - begun < 2.5  # before the frozen link is found to be silent
         assert there.unacknowledged_bytes >= 30 * 50_000 * 4
         with pytest.raises(HeadraceError) as caught:
             for index in range(30):
