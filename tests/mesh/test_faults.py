@@ -12,15 +12,15 @@ import signal
 import time
 
 import pytest
+from decode_peers import opened
 from scenario import GREEDY, Asked, assert_equal, ids, until
 
 from headrace.errors import HeadraceError, StaleEpoch
 from headrace.launch.children import wait_ready
-from headrace.protocol.common import NumberFormat, SamplingParams, WorkerIdentity
-from headrace.protocol.decode import ReserveCommand
-from headrace.protocol.prefill import PrefillCommand
+from headrace.protocol.common import NumberFormat, WorkerIdentity
 from headrace.rpc.channel import open_channel
 from headrace.rpc.clients import DecodeClient, PrefillClient, RouterClient
+from headrace.rpc.links import DECODE_LINK, PREFILL_LINK, TOKEN_LINK, WRITER_LINK
 
 QUARANTINE_S = 2.0
 POOL_BLOCKS = 96
@@ -380,23 +380,15 @@ def test_a_restarted_rank_refuses_what_is_meant_for_its_earlier_life_and_serves_
 
 
 async def calls_with_old_epochs(mesh, old: dict[str, str]) -> None:
-    """Reserve, Release, StreamTokens and Prefill that name the earlier process."""
-    router, sampling = WorkerIdentity("127.0.0.1:1", "e0"), SamplingParams(max_tokens=4)
-    reserve = ReserveCommand("late", 1, router, 5, (0,), (0,), sampling, 1, router, 1, old["decode-0"])
-    prefill = PrefillCommand("late", 1, (5, 6), sampling, (0,), {}, None, "", old["prefill-0"])
-    async with open_channel(mesh.address("decode-0")) as channel:
-        decode = DecodeClient(channel)
+    """A link of each kind that names the earlier process: nothing can be asked of the one that took its address."""
+    own = WorkerIdentity("127.0.0.1:1", "e0")
+    for kind in (DECODE_LINK, TOKEN_LINK, WRITER_LINK):
         with pytest.raises(StaleEpoch):
-            await decode.reserve(reserve, 5.0)
-        with pytest.raises(StaleEpoch):
-            await decode.release("late", 1, old["decode-0"], (), 5.0)
-        with pytest.raises(StaleEpoch):
-            async for _ in decode.stream_tokens(router, old["decode-0"]):
-                break
-    async with open_channel(mesh.address("prefill-0")) as channel:
-        with pytest.raises(StaleEpoch):
-            async for _ in PrefillClient(channel).prefill(prefill, 5.0):
-                break
+            async with opened(kind, mesh.address("decode-0"), own, old["decode-0"]):
+                pass
+    with pytest.raises(StaleEpoch):
+        async with opened(PREFILL_LINK, mesh.address("prefill-0"), own, old["prefill-0"]):
+            pass
 
 
 # --- D6: asked to stop in mid-stream ---------------------------------------------------------------------------------
