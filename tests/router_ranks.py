@@ -193,9 +193,6 @@ class FakeLink:
         self._over.set()
 
 
-# --- ranks ---------------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Held:
     """A reservation on a fake decode rank."""
@@ -218,8 +215,7 @@ class FakeRank:
         self.alive = True
         self.links: list[FakeLink] = []
 
-    def on_link(self, link: FakeLink) -> None:
-        """A router has opened it."""
+    def on_link(self, link: FakeLink) -> None: ...
 
     def beat(self, **changes) -> None:
         """The same on every link."""

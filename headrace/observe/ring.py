@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,10 @@ class Ring(SpanProcessor):
 
     def __init__(self, directory: Path, service: str, epoch: str, limit_bytes: int):
         self.path = directory / f"{service}-{epoch}.jsonl"
-        self.recent: collections.deque[ReadableSpan] = collections.deque(maxlen=MEMORY_SPANS)
+        self.service, self.epoch = service, epoch
+        self.recent: collections.deque[Span] = collections.deque(maxlen=MEMORY_SPANS)
         self._half_bytes = max(1, limit_bytes // 2)
-        self._waiting: collections.deque[ReadableSpan] = collections.deque(maxlen=MEMORY_SPANS)
+        self._waiting: collections.deque[Span] = collections.deque(maxlen=MEMORY_SPANS)
         self._arrived = threading.Event()
         self._stopping = threading.Event()
         self._writing = threading.Lock()
@@ -66,10 +67,15 @@ class Ring(SpanProcessor):
         self._thread.start()
 
     def on_end(self, span: ReadableSpan) -> None:
+        """Takes a finished span of the SDK."""
+        self.keep(plain(span))
+
+    def keep(self, span: Span) -> None:
         """Takes a finished span; never waits."""
         self.recent.append(span)
         self._waiting.append(span)
-        self._arrived.set()
+        if not self._arrived.is_set():
+            self._arrived.set()
 
     def shutdown(self) -> None:
         """Writes the rest and ends the thread."""
@@ -88,8 +94,7 @@ class Ring(SpanProcessor):
             lines = []
             with contextlib.suppress(IndexError):
                 while True:
-                    found = asdict(plain(self._waiting.popleft()))
-                    lines.append(json.dumps(found, separators=(",", ":")).encode() + b"\n")
+                    lines.append(_line(vars(self._waiting.popleft())).encode() + b"\n")
             try:
                 self._write(lines)
             except OSError as error:
@@ -130,6 +135,9 @@ class Ring(SpanProcessor):
                 file.unlink(missing_ok=True)
         except OSError as error:
             log.warning("spans may be lost: %s", error)
+
+
+_line = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def plain(inner: ReadableSpan) -> Span:

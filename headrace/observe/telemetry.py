@@ -31,7 +31,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from headrace.config import TelemetryConfig
 from headrace.observe.context import request_id_var, traceparent_var
-from headrace.observe.ring import Ring, Span, plain
+from headrace.observe.ring import Ring, Span
 
 log = logging.getLogger(__name__)
 
@@ -294,7 +294,7 @@ def flush() -> None:
 
 def memory() -> list[Span]:
     """The last MEMORY_SPANS finished spans of this process, oldest first."""
-    return [plain(inner) for inner in list(_state.ring.recent)] if _state is not None else []
+    return list(_state.ring.recent) if _state is not None else []
 
 
 class _Telemetry:
@@ -305,7 +305,7 @@ class _Telemetry:
         self.provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False)
         self.ring = Ring(directory, service, epoch, config.ring_bytes)
         self.provider.add_span_processor(self.ring)
-        self._processors: list[SpanProcessor] = [self.ring]
+        self._exporters: list[SpanProcessor] = []
         self.meter: Any = None
         self._meters: Any = None
         if config.otlp_endpoint:
@@ -324,7 +324,7 @@ class _Telemetry:
         spans = OTLPSpanExporter(endpoint=endpoint, timeout=5)
         batches = BatchSpanProcessor(spans, schedule_delay_millis=500)
         self.provider.add_span_processor(batches)
-        self._processors.append(batches)
+        self._exporters.append(batches)
         reader = PeriodicExportingMetricReader(OTLPMetricExporter(endpoint=endpoint, timeout=5), 5000)
         self._meters = MeterProvider(metric_readers=[reader], resource=resource, shutdown_on_exit=False)
         self.meter = self._meters.get_meter("headrace")
@@ -348,10 +348,16 @@ class _Telemetry:
         end_s: float,
         attributes: dict[str, Any],
     ) -> None:
-        """A finished span to the ring and to exporters, without an open one."""
+        """A finished span to the ring and to exporters, without an open one. What only the SDK needs is made only for them."""
+        error = str(attributes.get("error.type", ""))
+        own = {key: value for key, value in attributes.items() if key != "error.type"} if error else attributes
+        ring = self.ring
+        ring.keep(Span(name, trace_id, span_id, parent_id, start_s, end_s, ring.service, ring.epoch, error, own))
+        if not self._exporters:
+            return
         flags, trace = otel.TraceFlags(otel.TraceFlags.SAMPLED), int(trace_id, 16)
         parent = otel.SpanContext(trace, int(parent_id, 16), True, flags) if parent_id else None
-        failed = otel.Status(otel.StatusCode.ERROR) if "error.type" in attributes else otel.Status()
+        failed = otel.Status(otel.StatusCode.ERROR) if error else otel.Status()
         span = ReadableSpan(
             name,
             context=otel.SpanContext(trace, int(span_id, 16), False, flags),
@@ -364,8 +370,8 @@ class _Telemetry:
             start_time=_nanoseconds(start_s),
             end_time=_nanoseconds(end_s),
         )
-        for processor in self._processors:
-            processor.on_end(span)
+        for exporter in self._exporters:
+            exporter.on_end(span)
 
     def close(self) -> None:
         """Ends the ring at once and gives a collector SHUTDOWN_S."""

@@ -16,7 +16,7 @@ from headrace.config import RouterConfig
 from headrace.errors import AlreadyExists, Unavailable
 from headrace.protocol.inference import GenerateCommand, GenerateEvent, ModelInfo
 from headrace.protocol.router import RouterLedger, WorkerView
-from services.router import limits
+from services.router import limits, survey
 from services.router.admission import AdmissionQueue
 from services.router.canary import Canaries
 from services.router.checkpoint import CheckpointInfo
@@ -86,7 +86,7 @@ class Router:
 
     def workers(self) -> tuple[WorkerView, ...]:
         """Every known worker, ready or not."""
-        return self._parts.fleet.views()
+        return survey.views(self._parts.fleet.ranks())
 
     def ledger(self) -> RouterLedger:
         """Requests in flight by state."""

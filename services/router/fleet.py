@@ -14,22 +14,17 @@ from headrace.clock import Clock
 from headrace.errors import HeadraceError, StaleEpoch, Unavailable
 from headrace.observe import logs, telemetry
 from headrace.protocol.common import WorkerIdentity, WorkerInfo, WorkerRole
-from headrace.protocol.router import WorkerView
+from services.router import survey
 from services.router.interfaces import Dialer, Membership
 from services.router.limits import Capacity
 from services.router.rank import MAX_BACKOFF_S, RankState, RankView
+from services.router.survey import ROLES, role_name
 
 log = logs.get(__name__)
 
-ROLES = (WorkerRole.PREFILL, WorkerRole.DECODE)
 MAX_DEAD = 1024
 FLUSH_LOOK_S = 0.005
 _faults = telemetry.counter("headrace.router.worker_faults")
-
-
-def role_name(role: WorkerRole) -> str:
-    """As the registry and people call it."""
-    return role.name.lower()
 
 
 class Fleet:
@@ -87,40 +82,14 @@ class Fleet:
     def capacity(self) -> Capacity:
         """What the ranks that are ready could hold. Raises Unavailable when there is no pair."""
         if self._capacity is None:
-            self._capacity = self._measure()
-        return self._capacity
-
-    def _measure(self) -> Capacity:
-        prefills = [x.info for x in self.prefills() if x.is_ready and x.info]
-        decodes = [x.info for x in self.decodes() if x.is_ready and x.info]
-        if not prefills or not decodes:
+            self._capacity = survey.capacity(self.ranks())
+        if self._capacity is None:
             raise self.unavailable()
-        return Capacity(
-            max_context_tokens=min(
-                max([x.max_context_tokens for x in prefills]), max([x.max_context_tokens for x in decodes])
-            ),
-            prefill_blocks=max([x.block_count for x in prefills]),
-            decode_blocks=max([x.block_count for x in decodes]),
-            block_size=decodes[0].layout.block_size,
-            max_batch_size=max([x.max_batch_size for x in decodes]) or 2**31,
-        )
+        return self._capacity
 
     def unavailable(self) -> Unavailable:
         """Why no request can be served now."""
-        reasons = [
-            f"{role_name(x.role)} {x.identity.address}: {x.why_not_ready()}"
-            for x in self._ranks.values()
-            if not x.is_ready
-        ]
-        known = {x.role for x in self._ranks.values()}
-        reasons += [f"no {role_name(role)} rank is known" for role in ROLES if role not in known]
-        text = "; ".join(reasons) or "those that are ready do not share a KV layout"
-        return Unavailable(f"no prefill and decode pair is ready: {text}", reason="NO_WORKERS", retry_after_s=1.0)
-
-    def views(self) -> tuple[WorkerView, ...]:
-        """Every rank that has answered, by address."""
-        found = [view for rank in self._ranks.values() if (view := rank.view()) is not None]
-        return tuple(sorted(found, key=lambda view: (view.info.identity.address, role_name(view.info.role))))
+        return survey.unavailable(self.ranks())
 
     # --- what attempts report ----------------------------------------------------------------------------------------------
 

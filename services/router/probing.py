@@ -9,8 +9,9 @@ from headrace.clock import Clock
 from headrace.errors import HeadraceError, LayoutMismatch
 from headrace.observe import logs
 from headrace.protocol.common import WorkerIdentity, WorkerRole
-from services.router.fleet import Fleet, role_name
+from services.router.fleet import Fleet
 from services.router.rank import BREAKER_FAULTS, FIRST_BACKOFF_S, MAX_BACKOFF_S, RankState, RankView
+from services.router.survey import role_name
 
 log = logs.get(__name__)
 

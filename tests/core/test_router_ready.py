@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 from router_fakes import (
+    BLOCK,
     LAYOUT,
     FakeMesh,
+    assert_all_is_free,
     collect,
     command,
     open_router,
@@ -16,11 +18,11 @@ from router_fakes import (
     wait_until,
 )
 
+from headrace.cache.blocks import block_keys
 from headrace.clock import FakeClock
-from headrace.errors import (
-    InvalidRequest,
-    Unavailable,
-)
+from headrace.config import TelemetryConfig
+from headrace.errors import HeadraceError, InternalError, InvalidRequest, Unavailable
+from headrace.observe import telemetry
 from headrace.protocol.common import NumberFormat
 
 BF16 = (replace(LAYOUT.regions[0], format=NumberFormat.BF16),)
@@ -151,5 +153,68 @@ def test_a_draining_router_finishes_what_runs_and_takes_nothing_new():
             mesh.decodes[0].gate.set()
             await draining
             assert (await asking).ids[0] == mesh.script(0)[:12]
+
+    run(scenario)
+
+
+# --- routing and telemetry -----------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_goes_to_the_rank_that_holds_its_prefix():
+    async def scenario():
+        mesh = FakeMesh(prefills=3)
+        keys = block_keys("", tuple(b"x" * 70), BLOCK)
+        async with open_router(mesh) as router:
+            await wait_until(lambda: sum(view.ready for view in router.workers()) == 4)
+            mesh.prefills[2].hold(keys)
+            await asyncio.sleep(0.01)
+            for _ in range(3):
+                await collect(router, command("x" * 70, max_tokens=2))
+            assert len(mesh.prefills[2].commands) == 3
+            mesh.prefills[1].hold(keys)
+            mesh.prefills[2].hold((), gone=keys[1:])
+            await asyncio.sleep(0.01)
+            await collect(router, command("x" * 70, max_tokens=2))
+            assert len(mesh.prefills[1].commands) == 1, "the longer prefix is there now"
+            await assert_all_is_free(mesh, router)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("incoming", ["", "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"])
+def test_one_trace_holds_every_span_of_the_router(tmp_path, incoming):
+    async def scenario():
+        mesh = FakeMesh()
+        seen: list[str] = []
+        async with open_router(mesh) as router:
+            final = (await collect(router, command(max_tokens=4), trace_parent=incoming)).final
+            seen += [mesh.decodes[0].reserved[0].trace_parent, mesh.prefills[0].commands[0].trace_parent]
+            spans = [span for span in telemetry.memory() if span.trace_id == final.trace_id]
+            root = next(span for span in spans if span.name == "router.generate")
+            names = {span.name for span in spans if span.parent_id == root.span_id}
+            assert names == {"router.tokenize", "router.queue", "router.route", "router.stream"}
+            for parent in seen:
+                assert telemetry.trace_id(parent) == final.trace_id and root.span_id in parent
+            if incoming:
+                assert final.trace_id == telemetry.trace_id(incoming)
+
+    telemetry.setup("router", "r", TelemetryConfig(), tmp_path)
+    try:
+        run(scenario)
+    finally:
+        telemetry.shutdown()
+
+
+def test_errors_of_a_request_never_reach_the_router_itself():
+    async def scenario():
+        mesh = FakeMesh()
+        async with open_router(mesh) as router:
+            for worker in router.workers():
+                assert worker.ready
+            router._parts.placing.choose = lambda *_, **__: (_ for _ in ()).throw(ValueError("broken"))
+            with pytest.raises(HeadraceError) as caught:
+                await collect(router, command(max_tokens=3))
+            assert isinstance(caught.value, InternalError)
+            await wait_until(lambda: router.ledger().running_requests == 0)
 
     run(scenario)
