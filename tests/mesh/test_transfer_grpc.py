@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from scenario import GREEDY, Asked, assert_equal, ids, until
 
+from headrace.protocol.common import TransferBackend
 from headrace.rpc.channel import open_channel
 from headrace.rpc.clients import DecodeClient
 
@@ -44,7 +45,7 @@ def test_both_ends_say_how_rows_travel_and_mooncake_is_not_loaded(over_grpc):
         async with open_channel(over_grpc.address("decode-0")) as channel:
             return (await DecodeClient(channel).info()).transfer
 
-    assert asyncio.run(transfer()) == "grpc"
+    assert asyncio.run(transfer()) == TransferBackend.GRPC
     for name in ("prefill-0", "decode-0"):
         maps = Path(f"/proc/{over_grpc.running[name].child.pid}/maps").read_text()
         assert "torch" in maps and "mooncake" not in maps
