@@ -18,8 +18,8 @@ from services.decode.reservation import ReservationTable
 from services.decode.timekeeper import Timekeeper
 from services.decode.tokens import TokenLinks
 
-ANSWER_MARGIN_S = 0.1
-"""Kept of the time a router has left, so that "no room" arrives as such and not as a deadline."""
+ANSWER_MARGIN_S = 0.3
+"""Kept of the time a router has left, so that "no room" arrives as such and not as a deadline: three ticks of the timekeeper."""
 
 
 class Reserves:

@@ -134,7 +134,7 @@ async def test_errors_arrive_as_what_they_are():
             with pytest.raises(errors.ManifestMismatch):
                 await writer.ask(mesh.rank.commit_command(command, promise, ()))
             with pytest.raises(errors.Overloaded) as crowded:
-                await router.reserve(mesh.rank.command("b"), timeout_s=0.5)
+                await router.reserve(mesh.rank.command("b"), timeout_s=1.0)
             assert crowded.value.retry_after_s > 0
             assert (await writer.ask(p.RenewCommand(promise.reservation_id))).expires_in_s == 10.0
             await router.release("a")
