@@ -51,12 +51,12 @@ class Choice:
     seconds: Mapping[Candidate, Seconds]
 
     def table(self) -> str:
-        """For the start-up table and the log: milliseconds of each candidate by phase."""
+        """For the start-up table and the log: milliseconds of each candidate by phase, or that there was one."""
         rows = (
             f"{candidate}: " + ", ".join(f"{phase} {1000 * took:.2f} ms" for phase, took in seconds.items())
             for candidate, seconds in self.seconds.items()
         )
-        return "; ".join(rows)
+        return "; ".join(rows) or "nothing: one candidate"
 
 
 def choose(candidates: Sequence[Candidate], measure: Callable[[Candidate], Seconds]) -> Choice:
@@ -79,9 +79,9 @@ def chosen(family: Family, directory: Path, device: torch.device, options: Model
             return time_steps(family.trial(directory, device, replace(options, dtype=one.dtype, kernels=one.kernels)))
 
         made = _CHOSEN[key] = choose(family.candidates(directory, device, options), measure)
-        log.info("fast mode chosen", taken=str(made.taken), timed=made.table() or "nothing: one candidate")
-    taken = _CHOSEN[key].taken
-    return replace(options, dtype=taken.dtype, kernels=taken.kernels)
+        log.info("fast mode chosen", taken=str(made.taken), timed=made.table())
+    made = _CHOSEN[key]
+    return replace(options, dtype=made.taken.dtype, kernels=made.taken.kernels, timed=made.table())
 
 
 @torch.no_grad()

@@ -51,6 +51,7 @@ class ModelOptions:
     weight_dtype  a precision recipe for weights on an accelerator; empty keeps what is on disk
     kv_dtype      `fp32`, `bf16`, `fp8` rows; empty: what the mode uses by itself
     moe_dp_chunk_tokens, moe_activation_chunk_tokens   bounds of memory in prefill, 0 is off; they never change a result
+    timed         what dtype and kernels were chosen by, in words for the start-up table; empty where nobody chose
     """
 
     exact: bool
@@ -60,6 +61,7 @@ class ModelOptions:
     kv_dtype: str = ""
     moe_dp_chunk_tokens: int = 0
     moe_activation_chunk_tokens: int = 0
+    timed: str = ""
 
 
 @dataclass

@@ -96,6 +96,19 @@ def test_the_choice_is_made_once_a_process_and_logged(checkpoint, monkeypatch, c
     assert [record.message for record in caplog.records].count("fast mode chosen") == 1
 
 
+@needs_c
+def test_the_start_up_table_shows_the_timings_and_the_back_end_of_every_op(checkpoint, monkeypatch):
+    pretend(monkeypatch, {torch.float32: 1.0, torch.bfloat16: 4.0})
+    table = dict(load_configured(checkpoint, FAST).precision_table())
+    assert (
+        "fp32 c: decode of 1 1.00 ms" in table["timed at load"]
+        and "bf16 torch: decode of 1 4.00 ms" in table["timed at load"]
+    )
+    ops = {part.removeprefix("kernel "): name for part, name in table.items() if part.startswith("kernel ")}
+    in_c = dict.fromkeys(("linear", "rms_norm", "latent_store", "gate", "expert_ffn", "mla_decode", "mla_prefill"), "c")
+    assert ops == in_c | {"mla_prefill_naive": "torch"}
+
+
 def test_a_real_trial_times_every_phase_of_two_layers_of_this_model(checkpoint):
     family, options = family_of(checkpoint), ModelOptions(exact=False)
     trial = family.trial(checkpoint, torch.device("cpu"), options)

@@ -71,7 +71,7 @@ def _builder(checkpoint: CheckpointFiles, device: torch.device, options: ModelOp
     if options.exact:
         return _Builder(checkpoint, device, torch.float32, True, options.kernels, options.kv_dtype)
     first = fast_candidates(checkpoint.config, device, options.dtype, options.kernels)[0]
-    return _Builder(checkpoint, device, first.dtype, False, first.kernels, options.kv_dtype)
+    return _Builder(checkpoint, device, first.dtype, False, first.kernels, options.kv_dtype, options.timed)
 
 
 def refuse_formats(on_gpu: bool, exact: bool, weight_dtype: str, kv_dtype: str) -> None:
@@ -124,8 +124,9 @@ class _Builder:
         exact: bool,
         kernels: str | None,
         kv_dtype: str = "",
+        timed: str = "",
     ):
-        self.checkpoint, self.config = checkpoint, checkpoint.config
+        self.checkpoint, self.config, self.timed = checkpoint, checkpoint.config, timed
         self.device, self.dtype, self.exact = device, dtype, exact
         self.pool_dtype = KV_DTYPES[kv_dtype or ("fp32" if exact else "bf16")]
         self.kernels = Kernels(self.config, device, dtype, exact, kernels)
@@ -231,6 +232,7 @@ class _Builder:
             ("residual stream", _name(self.dtype)),
             ("KV rows", _name(self.pool_dtype)),
             ("kernels", self.kernels.family),
+            *([("timed at load", self.timed)] if self.timed else []),
         ]
 
 

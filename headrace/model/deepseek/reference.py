@@ -55,6 +55,7 @@ class Kernels:
 
     `wanted`: "c" or "torch" for all that have it; None takes cpu.c when the model's sizes and dtype fit it.
     `row_multiple`: what rows of every matrix product are padded to (exact mode on torch's own products; else 1).
+    `chosen`: op -> name of its back end.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype, exact: bool, wanted: str | None):
@@ -63,19 +64,22 @@ class Kernels:
             raise BackendUnavailable(f"the CPU kernels were asked for: {misfit}")
         self.family = wanted or ("torch" if misfit else "c")
         self.row_multiple = ROW_MULTIPLE if exact and self.family == "torch" else 1
+        self.chosen: dict[str, str] = {}
         absorbed = "c" if self.family == "c" else "folded"
 
-        def pick(module, name=self.family, backends=None):
-            return choose(backends or module.BACKENDS, device, name, op=module.__name__).run
+        def pick(op, backends, name=self.family):
+            found = choose(backends, device, name, op=op)
+            self.chosen[op] = found.name
+            return found.run
 
-        self.linear = pick(linear)
-        self.norm = pick(rms_norm)
-        self.store = pick(latent_store)
-        self.gate = pick(gate)
-        self.ffn = pick(expert_ffn, None if self.family == "torch" else "c", self._ffn_backends())
-        self.decode = pick(mla_decode, absorbed if exact else self.family)
-        self.prefill_absorbed = pick(mla_prefill, absorbed)
-        self.prefill_naive = pick(mla_prefill, "torch", mla_prefill.NAIVE_BACKENDS)
+        self.linear = pick("linear", linear.BACKENDS)
+        self.norm = pick("rms_norm", rms_norm.BACKENDS)
+        self.store = pick("latent_store", latent_store.BACKENDS)
+        self.gate = pick("gate", gate.BACKENDS)
+        self.ffn = pick("expert_ffn", self._ffn_backends(), None if self.family == "torch" else "c")
+        self.decode = pick("mla_decode", mla_decode.BACKENDS, absorbed if exact else self.family)
+        self.prefill_absorbed = pick("mla_prefill", mla_prefill.BACKENDS, absorbed)
+        self.prefill_naive = pick("mla_prefill_naive", mla_prefill.NAIVE_BACKENDS, "torch")
         in_c = self.family == "c"
         self.add_rows = cpu_library.add_rows if in_c else torch.Tensor.add_
         self.copy_heads = cpu_library.copy_heads if in_c else torch.Tensor.copy_
@@ -274,8 +278,8 @@ class Transformer:
         self._cos, self._sin = rope_angles.tables(config, device)
 
     def precision_table(self) -> list[tuple[str, str]]:
-        """(part, dtype) as decided at load."""
-        return list(self._precision)
+        """(part, dtype) as decided at load, then (op, back end) as chosen."""
+        return [*self._precision, *((f"kernel {op}", name) for op, name in self.kernels.chosen.items())]
 
     def with_chunks(self, *, dp_tokens: int = 0, activation_tokens: int = 0) -> Transformer:
         """The same weights with other bounds on the tokens that go through a MoE layer, and through its experts, at a time; 0 is all.
