@@ -7,10 +7,16 @@ import random
 import pytest
 import torch
 
+from headrace import config as configuration
 from headrace.engine.exact import exact_self_test
+from headrace.engine.offline import EngineParts
+from headrace.engine.rank import load_model
+from headrace.errors import ConfigError
+from headrace.model.deepseek import reference
 from headrace.model.deepseek.loading import load_transformer
 from headrace.model.weights.random_checkpoint import write_random_checkpoint
 from kernels.attention.mla_decode import KEY_CHUNK
+from kernels.linear.dense import TorchLinear
 from kernels.toolchain import cpu_library
 from tests.core.model_driver import Driver
 from tests.golden import cases
@@ -170,6 +176,20 @@ def test_the_self_test_passes_with_our_kernels_and_names_what_a_broken_one_break
     assert exact_self_test(model) is None
     monkeypatch.setattr(model.kernels, "decode", Blurred(model.kernels.decode))
     assert "decode" in exact_self_test(model)
+
+
+def test_a_start_on_products_that_depend_on_neighbours_is_refused_with_the_reason(tmp_path, monkeypatch):
+    """Whatever this host's own products do: these differ by how many rows they are given together."""
+    where, run = write_random_checkpoint(tmp_path / "model", cases.config_of(ODD), seed=7), TorchLinear.run
+    monkeypatch.setattr(reference, "why_not_c", lambda *_: "no compiler here")
+    monkeypatch.setattr(TorchLinear, "run", lambda x, w, add_to=None: run(x * (1 + len(x) * 2**-20), w, add_to))
+    settings = configuration.load(flags=[f"model.directory={where}", "engine.exact=true"], environment={})
+    for start in (lambda: load_model(settings), lambda: EngineParts.load(where, settings.engine)):
+        with pytest.raises(
+            ConfigError, match="exact mode is not available on this host: .* differs in its bits"
+        ) as told:
+            start()
+        assert told.value.field == "engine.exact"
 
 
 class Blurred:
