@@ -107,11 +107,6 @@ class Outputs:
             link.add_end(SampleEnd(request.command.handle, sample, FinishReason.NONE, reason))
         link.flush()
 
-    @property
-    def num_running(self) -> int:
-        """Requests that step."""
-        return len(self._running)
-
     async def run(self) -> None:
         """Handles steps as they come, for good."""
         while True:

@@ -48,15 +48,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     async def Watch(self, request, context):
         async with contextlib.aclosing(self._core.watch()) as changes:
             async for change in changes:
-                yield kvstore_pb2.WatchResponse(
-                    change=kvstore_pb2.CatalogueChange.Value(f"CATALOGUE_CHANGE_{change.kind}"),
-                    worker=common_wire.identity_to_pb(change.worker),
-                    keys=kvstore_wire.keys_to_pb(change.keys),
-                    all=change.all,
-                    number=change.number,
-                    is_snapshot=change.is_snapshot,
-                    tier=change.tier,
-                )
+                yield kvstore_wire.change_to_pb(change)
 
 
 def register(core: KvStore, links: LinkServer):

@@ -36,11 +36,6 @@ class Room:
         self.waiting_tokens = 0
         """Tokens of the legs that wait."""
 
-    @property
-    def waiting_legs(self) -> int:
-        """Legs that wait."""
-        return len(self._waiting)
-
     async def take(self, leg: Leg) -> None:
         """Gives the leg its blocks and says how many of its tokens stand in them already. Waits until there are enough.
 
